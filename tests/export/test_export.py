@@ -272,36 +272,18 @@ def edit(folder: Path, **changes) -> None:
     [
         # vLLM 0.32 would drop the biases, and TGI would serve without a head
         ("medusa", "tgi", {}, {"medusa_fc_bias": ...}),
-        ("medusa", "tgi", {}, {"hidden_size": ...}),
         ("mlp_speculator", "tgi", {}, {"n_predict": 4}),
-        ("mlp_speculator", "tgi", {}, {"tie_weights": False}),
         # ids in the wrong convention, and a default that is True in one format only
         ("eagle3", "vllm", {}, {eagle3.IDS: [1, 2, 3]}),
         ("eagle3", "sglang", {}, {"eagle_config": {eagle3.IDS: [2, 3, 4]}}),
-        ("eagle3", "vllm", {"norm_before_residual": True}, {"norm_before_residual": ...}),
         ("eagle3", "speculators", {}, {"norm_before_residual": ...}),
-        ("eagle3", "vllm", {"draft_tokens": 20}, {"draft_vocab_size": 61}),
-        ("dflash", "speculators", {}, {"aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]}),
-        ("dflash", "speculators", {}, {"mask_token_id": 3}),
         ("dflash", "speculators", {}, {"sliding_window_non_causal": False}),
-        ("dspark", "speculators", {}, {"sample_from_anchor": ...}),
-        ("dspark", "speculators", {}, {"block_size": 8}),
         # SGLang's ids are one lower, and its default block size is 16
         ("dflash", "sglang", {}, {"dflash_config": BLOCKS | {"target_layer_ids": [0, 1, 2, 3, 4]}}),
         ("dflash", "sglang", {}, {"dflash_config": BLOCKS | {"block_size": 3}}),
-        ("dflash", "sglang", {}, {"is_causal": True}),
-        ("dflash", "transformers", {}, {"target_layer_ids": [0, 1, 2, 3, 4]}),
-        ("dflash", "transformers", {}, {"block_size": 3}),
         ("dflash", "transformers", {}, {"layer_types": ["sliding_attention"] * 5}),
-        ("dflash", "sglang", {}, {"layer_types": ["sliding_attention"] * 5}),
         ("dspark", "sglang", {"sample_from_anchor": False}, {"sample_from_anchor": ...}),
-        ("dspark", "sglang", {}, {"markov_head_type": ...}),
-        ("eagle3", "llama_cpp", {}, {eagle3.IDS: [1, 2, 3]}),
-        ("eagle3", "llama_cpp", {}, {"num_hidden_layers": 2}),
         ("dflash", "llama_cpp", {}, {"architectures": ["DFlashDraftModel"]}),
-        ("dflash", "llama_cpp", {}, {"sample_from_anchor": True}),
-        ("dflash", "llama_cpp", {}, {"is_causal": True}),
-        ("dspark", "llama_cpp", {}, {"sample_from_anchor": ...}),
         ("dspark", "llama_cpp", {}, {"markov_head_type": "gated"}),
     ],
 )
@@ -321,60 +303,23 @@ UNSUPPORTED = [
     ("redrafter", "sglang", {}, "does not load this kind; engines that can: vllm$"),
     ("medusa", "tgi", {"draft_tokens": 20}, "draft_tokens=20; engines that can: vllm$"),
     ("mlp_speculator", "tgi", {"tie_weights": False}, "tie_weights=False; .*: vllm$"),
-    (
-        "eagle3",
-        "sglang",
-        {"norm_before_residual": True},
-        "=True; .*: llama_cpp, speculators, vllm$",
-    ),
+    ("mlp_speculator", "tgi", {"aux_layers": []}, r"hold aux_layers=\[.*; engines that can: vllm$"),
     ("eagle3", "sglang", {"aux_layers": [0, 3, 5]}, "5]; .*: llama_cpp, speculators, vllm$"),
     ("eagle3", "sglang", {"num_layers": 2}, "hold num_layers=2; .*: speculators, vllm$"),
-    ("eagle3", "sglang", {"rope_scaling": STRETCHED["linear"]}, "hold rope_scaling={'rope"),
     ("eagle3", "llama_cpp", {"aux_layers": [3, 5]}, r"reads 3 layers, .* \[3, 5\]; .*: spec"),
     ("eagle3", "llama_cpp", {"rope_scaling": YARN}, "read mscale, truncate .*: speculators, vllm$"),
-    ("eagle3", "llama_cpp", {"norm_output": True}, "hold norm_output=True; .*: spec"),
     ("eagle3", "tensorrt_llm", {"fc_norm": True}, "hold fc_norm=True"),
+    ("eagle3", "tensorrt_llm", {"sliding_window": 64}, "window=64; .*: speculators, vllm$"),
     ("eagle3", "speculators", {"parallel": True, "fc_norm": True}, "fc_norm of a .*: vllm$"),
     ("eagle3", "vllm", {"aux_layers": [2, 3, 7]}, "streams after layers 0 to 6.*: none$"),
-    *(
-        ("eagle3", engine, {"sliding_window": 64}, "hold sliding_window=64; .*: speculators, vllm$")
-        for engine in ("sglang", "llama_cpp", "tensorrt_llm")
-    ),
-    ("dflash", "sglang", {"sliding_window": 64}, "hold sliding_window=64; .*: speculators$"),
-    (
-        "dspark",
-        "llama_cpp",
-        {"sliding_window": 64, "causal": True},
-        "hold sliding_window=64; .*: speculators$",
-    ),
+    ("eagle3", "vllm", {"attention_sink": True}, "hold attention_sink=True; .* can: none$"),
     ("dspark", "speculators", {"sliding_window": 64}, "window causal, those of .*: none$"),
     ("dflash", "vllm", {"sliding_window": 64}, "its window counts slots, .*: speculators$"),
-    (
-        "dflash",
-        "speculators",
-        {"sliding_window": 64, "window_counts_slots": True},
-        "hold window_counts_slots=True; .*: vllm$",
-    ),
-    *(
-        (
-            "dflash",
-            engine,
-            {"attention_sink": True},
-            "hold attention_sink=True; .*: speculators, vllm",
-        )
-        for engine in ("sglang", "llama_cpp", "transformers")
-    ),
-    ("dspark", "sglang", {"attention_sink": True}, "hold attention_sink=True; .*: speculators$"),
-    ("eagle3", "vllm", {"attention_sink": True}, "hold attention_sink=True; .* can: none$"),
-    ("dflash", "speculators", {"sample_from_anchor": True}, "=True; .*: llama_cpp$"),
+    ("dflash", "sglang", {"attention_sink": True}, "attention_sink=True; .*: speculators, vllm$"),
     ("dflash", "sglang", {"draft_tokens": 20}, "draft_tokens=20; .*: llama_cpp, speculators$"),
     ("dflash", "sglang", {"sample_from_anchor": True}, "sample_from_anchor=True; .*: llama_cpp$"),
     ("dflash", "transformers", {"aux_layers": [0, 3]}, "streams after layers 1 to 6, head.aux"),
-    ("mtp", "base", {"draft_tokens": 20}, "cannot hold draft_tokens=20; engines that can: vllm$"),
-    ("mlp_speculator", "tgi", {"aux_layers": []}, r"hold aux_layers=\[.*; engines that can: vllm$"),
-    ("mtp", "vllm", {"aux_layers": [7]}, "streams after layers 0 to 6.*: none$"),
     ("mtp", "base", {}, "its base cannot be copied: .*; engines that can: vllm$"),
-    ("dspark", "sglang", {"aux_layers": [0, 3]}, r"are \[0, 3\]; .*: llama_cpp, speculators$"),
 ]
 
 

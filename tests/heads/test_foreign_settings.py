@@ -26,16 +26,11 @@ def refusal(folder: Path) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_unknown_settings_are_refused_together_by_name(case: str, tmp_path: Path):
-    planted = {"planted_setting": 3, "attention_planted": "x", "planted_off": None}
-    message = refusal(changed(case, tmp_path, **planted))
-    assert "planted_setting=3, attention_planted='x';" in message
-    assert "planted_off" not in message
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("value", [None, False, "", [], {}])
-def test_an_unknown_setting_that_is_off_passes(case: str, value: Any, tmp_path: Path):
-    load_head(changed(case, tmp_path, planted_setting=value))
+    off: dict[str, Any] = {"a": None, "b": False, "c": "", "d": [], "e": {}}
+    load_head(changed(case, tmp_path / "1", **off))
+    planted = off | {"planted_setting": 3, "attention_planted": "x"}
+    message = refusal(changed(case, tmp_path / "2", **planted))
+    assert "not support planted_setting=3, attention_planted='x';" in message
 
 
 WINDOW = {"sliding_window": 2048, "layer_types": ["sliding_attention"]}
@@ -91,11 +86,6 @@ def test_a_setting_that_changes_drafts_is_refused_and_its_neutral_value_passes(
     load_head(changed(case, tmp_path / "2", section, **neutral))
 
 
-QWEN = {
-    **{"attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02},
-    **{"max_window_layers": 36, "sliding_window": None, "use_sliding_window": False},
-    **{"rope_scaling": None, "pretraining_tp": 1, "mlp_bias": False, "use_cache": True},
-}
 MODELOPT = {
     **{"use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True},
     **{"use_last_layernorm": True, "use_mtp_layernorm": False, "next_layer_regular": True},
@@ -106,18 +96,13 @@ MODELOPT = {
 @pytest.mark.parametrize(
     ("case", "settings"),
     [
-        # SpecForge's drafts of Qwen3, Gemma 3, gpt-oss and Qwen2.5-VL (without its mrope)
-        ("eagle3_chain", QWEN),
-        ("eagle3_chain", QWEN | {"sliding_window": 512, "target_model_type": "gemma3_text"}),
-        ("eagle3_chain", {"num_local_experts": 16, "experts_per_token": 4, "num_beams": 1}),
         ("eagle3_chain", {EAGLE: MODELOPT}),
+        ("eagle3_chain", {"num_local_experts": 16, "experts_per_token": 4, "num_beams": 1}),
         # Medusa 1.0 has the config of its base
-        ("medusa_heads", QWEN | {"hidden_act": "silu", "rope_theta": 1e4, "sliding_window": 4096}),
+        ("medusa_heads", {"hidden_act": "silu", "rope_theta": 1e4, "sliding_window": 4096}),
         ("medusa_heads", {"model_type": "medusa", "topk": 10, "max_paths": 64}),
         ("mlp_speculator_untied", {"base_model_name_or_path": "ibm-granite/granite-20b"}),
-        ("mtp_mimo", QWEN | {"sliding_window": 32768, "max_window_layers": 36}),
-        ("dflash_z_lab", QWEN | {"max_window_layers": 5, "layer_types": ["full_attention"] * 2}),
-        ("dspark_deepspec", QWEN | {"_attn_implementation": "flex_attention", "num_anchors": 512}),
+        ("mtp_mimo", {"use_sliding_window": False, "max_window_layers": 36}),
     ],
 )
 def test_published_configs_load(case: str, settings: dict, tmp_path: Path):
