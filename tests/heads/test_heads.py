@@ -253,21 +253,13 @@ def test_tree_decoding_reproduces_greedy(settings: dict, policy: str, base: Froz
 
 
 @each_case
-def test_borrowed_tensors_are_buffers_that_move_with_the_head(settings: dict, base: FrozenBase):
+def test_borrowed_tensors_are_neither_trained_nor_saved(settings: dict, base: FrozenBase):
     head = make(settings, base)
-    attributes = [value for module in head.modules() for value in vars(module).values()]
-    assert not [value for value in attributes if isinstance(value, torch.Tensor)]
-    borrowed = dict(head.named_buffers()).keys() - head.state_dict().keys()
     lent = {base.embedding.data_ptr(), base.projection.weight.data_ptr()}
+    own = [*head.parameters(), *head.state_dict().values()]
+    assert not {value.data_ptr() for value in own} & lent
+    borrowed = dict(head.named_buffers()).keys() - head.state_dict().keys()
     assert {head.get_buffer(name).data_ptr() for name in borrowed} <= lent
-    assert not {value.data_ptr() for value in head.parameters()} & lent
-    if getattr(head, "borrows_embedding", False):
-        assert head.get_buffer("embedding").data_ptr() == base.embedding.data_ptr()
-    if settings.get("projection") in ("shared", "low_rank"):
-        assert head.get_buffer("borrowed").data_ptr() == base.projection.weight.data_ptr()
-    head.to(torch.bfloat16)
-    assert {head.get_buffer(name).dtype for name in borrowed} <= {torch.bfloat16}
-    assert base.embedding.dtype == torch.float64
 
 
 @pytest.mark.parametrize("architecture", ["llama", "granite"])
@@ -513,7 +505,7 @@ def test_a_head_for_another_base_is_refused(base: FrozenBase, tmp_path: Path):
 
 
 def test_a_folder_without_a_known_layout_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"needs a config\.json"):
+    with pytest.raises(ValueError, match=r"needs a config\.json, and .* has none; .*RUN/head"):
         load_head(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ValueError, match="needs weights"):

@@ -49,15 +49,12 @@ def test_an_ablation_is_the_recipe_but_for_what_it_names(script: ModuleType, tmp
     as_it_is = settings("as_it_is")
     text = as_it_is["schedule"]["phases"]["distilled"]["distill"]["folder"]
     assert text == str(tmp_path / "text")
-    changes = {name: sorted(changed(as_it_is, settings(name))) for name in plan["variants"]}
-    # each one changes something, and most of them one setting
-    assert [name for name, names in changes.items() if not names] == ["as_it_is"]
+    names = ("hard_labels", "text_10", "corpus_alone")
+    changes = {name: sorted(changed(as_it_is, settings(name))) for name in names}
     assert changes["hard_labels"] == [f"{PHASE}.loss"]
     assert changes["text_10"] == [f"{PHASE}.distill.folder", f"{PHASE}.distill.num_samples"]
-    names = ["data.path", "data.source", "head.draft_tokens", "schedule.phases"]
-    assert changes["corpus_alone"] == names
-    several = {name for name, names in changes.items() if len(names) > 1}
-    assert several == {"text_10", "text_30", "corpus_alone"}
+    corpus_settings = ["data.path", "data.source", "head.draft_tokens", "schedule.phases"]
+    assert changes["corpus_alone"] == corpus_settings
     assert settings("corpus_first")["init"] == str(tmp_path / "corpus_alone" / "head")
 
 

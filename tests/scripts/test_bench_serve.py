@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,34 +16,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from specheads.base.model import FrozenBase
-from specheads.core.drafter import Head
-from specheads.heads.load import build_for_base
-from specheads.measure.generation import GenerationSettings, continue_prompts
-from tests.export.trained import train_head
-
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "recipes" / "tiny_code" / "base"
 SLEEP = "import time; time.sleep(600)"
-SAID = ("import os\n\n\ndef walk(", "class Tree:\n    def", "for name in", "def test_that(")
-
-
-def trained(base: FrozenBase) -> Head:
-    """A head that has seen what the base says after half of the prompts."""
-    tokenizer: Any = base.tokenizer
-    prompts = [tokenizer(text)["input_ids"] for text in SAID]
-    texts = continue_prompts(
-        base, prompts, GenerationSettings(max_new_tokens=24, stop_at_eos=False)
-    )
-    counts = torch.bincount(torch.tensor([*chain.from_iterable(texts)]), minlength=base.vocab_size)
-    torch.manual_seed(0)
-    head = build_for_base(
-        {"kind": "mlp_speculator", "depth": 3, "inner_dim": 64, "draft_tokens": 32}, base, counts
-    )
-    tokens = torch.tensor(
-        [prompt[-3:] + text for prompt, text in zip(prompts, texts, strict=True)][::2]
-    )
-    return train_head(head, base, tokens, 12, learning_rate=3e-3)
 
 
 def test_plain_prompts_are_said_by_a_user_and_mt_bench_is_eight_categories(script, tmp_path):
