@@ -1,9 +1,8 @@
 """The probability that a drafted token is accepted, from the head's own probability of it.
 
 A head is trained to the base's distribution, and greedy decoding accepts the base's best token, so
-its probabilities of best guesses are too low. A curve for each depth corrects them: temperature and
-bias of the log-odds (Platt 1999), or isotonic regression (Zadrozny and Elkan 2002), whichever has
-the lower log loss on other texts. The error is that of Guo et al. 2017, arXiv:1706.04599.
+its probabilities of best guesses are too low. A curve for each depth corrects them by a temperature
+and a bias of the log-odds (Platt 1999). The error is that of Guo et al. 2017, arXiv:1706.04599.
 """
 
 from collections.abc import Sequence
@@ -19,12 +18,12 @@ from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.drafter import Drafter, State
 from specheads.core.errors import InputError
-from specheads.core.ranges import NonEmpty, PositiveInt, Probability, one_of
+from specheads.core.ranges import NonEmpty, PositiveInt, Probability
 
 BINS = 15
 """Bins of equal width of the calibration error, as in Guo et al."""
 KNOTS = 33
-"""Knots of a logistic curve, and most blocks of an isotonic one."""
+"""Knots of a fitted curve."""
 MIN_PROB = 1e-3
 """Least probability of a calibrated draft, and of a rejection."""
 Chances = NDArray[np.float64]
@@ -56,7 +55,6 @@ class Curve:
     The acceptance is conditional: given that the token's parent was accepted.
     """
 
-    kind: Annotated[str, one_of("logistic", "isotonic")]
     probs: Annotated[list[Probability], NonEmpty]
     """The head's probabilities at the knots, increasing."""
     accepted: Annotated[list[Probability], NonEmpty]
@@ -93,22 +91,27 @@ def bin_drafts(probs: Chances) -> list[NDArray[np.int64]]:
     return [np.flatnonzero(bins == index) for index in np.unique(bins)]
 
 
-def log_loss(probs: Chances, accepted: NDArray[np.bool_]) -> float:
-    """Return the mean negative log-likelihood in nats."""
-    likely = np.where(accepted, probs, 1 - probs)
-    return float(-np.log(np.maximum(likely, 1e-12)).mean())
-
-
 def fit_curve(
     probs: Chances,
     accepted: NDArray[np.bool_],
     judged_probs: Chances,
     judged_accepted: NDArray[np.bool_],
 ) -> Curve:
-    """Fit both kinds of curve to some drafts; return the one with the lower log loss on others."""
-    curves = fit_logistic(probs, accepted), fit_isotonic(probs, accepted)
-    best = min(curves, key=lambda curve: log_loss(curve.at(judged_probs), judged_accepted))
-    return replace(best, judged=reliability(best, judged_probs, judged_accepted))
+    """Fit a temperature and a bias of the log-odds to some drafts; judge the curve on others."""
+
+    def inputs(probs: Chances) -> Tensor:
+        clipped = torch.from_numpy(np.clip(probs, MIN_PROB, 1 - MIN_PROB))
+        return torch.stack([torch.ones_like(clipped), clipped.logit()], dim=1)
+
+    knots = np.linspace(0.0, 1.0, KNOTS)
+    weights = logistic_regression(inputs(probs), torch.from_numpy(accepted), [0.0, 1.0])
+    chances = (inputs(knots) @ weights).sigmoid().numpy()
+    if weights[1] < 0:
+        # a falling curve would reorder guesses
+        chances = np.full(KNOTS, accepted.mean())
+    chances = np.clip(chances, MIN_PROB, 1 - MIN_PROB)
+    curve = Curve(probs=knots.tolist(), accepted=chances.tolist())
+    return replace(curve, judged=reliability(curve, judged_probs, judged_accepted))
 
 
 def reliability(curve: Curve, probs: Chances, accepted: NDArray[np.bool_]) -> Reliability:
@@ -122,21 +125,6 @@ def reliability(curve: Curve, probs: Chances, accepted: NDArray[np.bool_]) -> Re
         chances=[float(chances[drafts].mean()) for drafts in bins],
         accepted=[float(accepted[drafts].mean()) for drafts in bins],
     )
-
-
-def fit_logistic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
-    """Return the curve with the temperature and the bias of the log-odds of the least log loss."""
-
-    def inputs(probs: Chances) -> Tensor:
-        clipped = torch.from_numpy(np.clip(probs, MIN_PROB, 1 - MIN_PROB))
-        return torch.stack([torch.ones_like(clipped), clipped.logit()], dim=1)
-
-    knots = np.linspace(0.0, 1.0, KNOTS)
-    weights = logistic_regression(inputs(probs), torch.from_numpy(accepted), [0.0, 1.0])
-    if weights[1] < 0:
-        # a falling curve would reorder guesses
-        return _curve("logistic", knots, np.full(KNOTS, accepted.mean()))
-    return _curve("logistic", knots, (inputs(knots) @ weights).sigmoid().numpy())
 
 
 def logistic_regression(
@@ -159,33 +147,6 @@ def logistic_regression(
 
     optimizer.step(loss)
     return weights.detach()
-
-
-def fit_isotonic(probs: Chances, accepted: NDArray[np.bool_]) -> Curve:
-    """Return the curve of isotonic regression, which is level within each block.
-
-    Neighbours are merged until shares do not decrease (pool adjacent violators). Drafts are first
-    grouped by quantiles, so that no block rests on a few drafts.
-    """
-    order = np.argsort(probs, kind="stable")
-    blocks: list[NDArray[np.int64]] = []
-    for group in np.array_split(order, min(KNOTS, max(1, len(order) // 20))):
-        block = group
-        # a block must also begin above the end of the one before
-        while blocks and (
-            accepted[block].mean() <= accepted[blocks[-1]].mean()
-            or probs[block[0]] <= probs[blocks[-1][-1]]
-        ):
-            block = np.concatenate([blocks.pop(), block])
-        blocks.append(block)
-    # one knot at the first and one at the last draft of each block
-    knots = {probs[block[end]]: accepted[block].mean() for block in blocks for end in (0, -1)}
-    return _curve("isotonic", np.array([*knots]), np.array([*knots.values()]))
-
-
-def _curve(kind: str, probs: Chances, accepted: Chances) -> Curve:
-    bounded = np.clip(accepted, MIN_PROB, 1 - MIN_PROB)
-    return Curve(kind=kind, probs=probs.tolist(), accepted=bounded.tolist())
 
 
 # --- chains that stop early ---------------------------------------------------------------------

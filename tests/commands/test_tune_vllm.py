@@ -45,7 +45,7 @@ def test_head_without_a_calibration_is_refused(settings):
 def calibrate(folder: Path) -> None:
     """Write a tuned.json with a calibration."""
     measured = tuned.tuned()
-    curves = [Curve(kind="isotonic", probs=[0.5], accepted=[0.5])] * DEPTH
+    curves = [Curve(probs=[0.5], accepted=[0.5])] * DEPTH
     acceptance = replace(measured.acceptance, curves=curves)
     (folder / FILE).write_text(dumps(replace(measured, acceptance=acceptance)))
 

@@ -12,7 +12,7 @@ from specheads.decoding.calibration import Curve
 from specheads.decoding.chain_budget import RETRY, ChainBudget, num_verified
 from specheads.decoding.cost import FollowedCost, ForwardCost, StepCost
 
-LINE = Curve(kind="isotonic", probs=[0.0, 1.0], accepted=[0.0, 1.0])
+LINE = Curve(probs=[0.0, 1.0], accepted=[0.0, 1.0])
 
 
 def budget(token: float = 0.0, draft: float = 0.0, depth: int = 3) -> ChainBudget:

@@ -25,7 +25,7 @@ from specheads.heads.load import build_for_base, copy_for_drafting, load_head, r
 from tests import tiny
 from tests.tuned import FORWARD, NEGATIVE, tree, tuned
 
-EQUAL = Curve(kind="isotonic", probs=[0.5], accepted=[0.4])
+EQUAL = Curve(probs=[0.5], accepted=[0.4])
 LEVEL = to_json(EQUAL)
 FALLING = LEVEL | {"probs": [0.1, 0.2], "accepted": [0.3, 0.2]}
 

@@ -209,7 +209,7 @@ def budgeted(folder: Path, out: Path, token: float) -> Path:
     """Return a copy of an export with a calibration and with the cost of a verified token."""
     shutil.copytree(folder, out)
     machine = Machine.of(torch.device("cpu"), torch.float32)
-    curve = Curve(kind="isotonic", probs=[0.0, 0.5, 1.0], accepted=[0.02, 0.6, 0.98])
+    curve = Curve(probs=[0.0, 0.5, 1.0], accepted=[0.02, 0.6, 0.98])
     measured = tuned.tuned(machine=machine)
     rates = replace(measured.acceptance, per_depth=[0.5] * DEPTH, curves=[curve] * DEPTH)
     (out / FILE).write_text(dumps(replace(measured, acceptance=rates)))

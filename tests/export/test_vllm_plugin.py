@@ -408,8 +408,8 @@ def test_names_in_exports_can_be_imported():
 
 # --- the budget ----------------------------------------------------------------------------------
 
-SURE = Curve(kind="isotonic", probs=[0.0, 1.0], accepted=[0.9, 0.9])
-UNSURE = Curve(kind="isotonic", probs=[0.0, 1.0], accepted=[0.1, 0.1])
+SURE = Curve(probs=[0.0, 1.0], accepted=[0.9, 0.9])
+UNSURE = Curve(probs=[0.0, 1.0], accepted=[0.1, 0.1])
 TEXTS = [
     [5, 9, 2, 44, 8, 17, 3, 30, 21, 6, 11, 60],
     [7, 1, 33, 12, 50, 4, 28, 19, 2, 9, 40, 13],
