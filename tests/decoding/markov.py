@@ -1,10 +1,14 @@
-"""A drafter whose guess depends on the last token alone."""
+"""A drafter whose guess depends on the last token alone, and trees after single positions."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from specheads.core.drafter import Drafter
-from specheads.core.features import Committed
+from specheads.core.features import Committed, Features
+from specheads.core.tree import TokenTree
+from specheads.decoding.sampling import SamplingState
+from specheads.decoding.trees.policies import TreePolicy
 
 
 class Markov(Drafter):
@@ -20,3 +24,13 @@ class Markov(Drafter):
     def extend(self, state: None, tokens: Tensor, parents: Tensor) -> tuple[Tensor, None]:
         del state, parents
         return self.table[tokens], None
+
+
+def grow(
+    policy: TreePolicy, drafter: Drafter, roots: list[int], sampling: SamplingState | None = None
+) -> TokenTree:
+    """Grow trees after rows that committed one position; a second one is padding."""
+    tokens = torch.tensor([[root, 99] for root in roots])
+    features = Features(torch.zeros(len(roots), 2, 4))
+    committed = Committed(features, tokens, torch.ones(len(roots), dtype=torch.long))
+    return policy.grow(drafter, committed, None, sampling)

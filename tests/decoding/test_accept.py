@@ -289,29 +289,6 @@ def by_typicality(outcome: DraftOutcome, base: Laws) -> CellVerdicts:
     return typical(outcome.tree, outcome.base_probs(base)), torch.ones(1)
 
 
-def by_a_draw_for_each_sibling(outcome: DraftOutcome, base: Laws) -> CellVerdicts:
-    """Accept a child that its own draw hits, the first such one: several tries a position."""
-    parents = outcome.tree.parents[0].tolist()
-    above = [outcome.prefixes[max(parent, 0)] for parent in parents]
-    numbers, volumes = cells(
-        *(sums(base[prefix]) for prefix in above),
-        itertools.chain.from_iterable(sums(law) for law in base.values()),
-    )
-    tree = repeated(outcome.tree, len(numbers))
-    laws_above = torch.stack([base[prefix] for prefix in above]).expand(len(numbers), -1, -1)
-    is_hit = draw(laws_above, numbers[:, : len(parents)]) == tree.tokens
-    is_hit[:, 0] = True
-    is_kept = ~(tree.ancestors() & ~is_hit[:, None]).any(-1)
-    # of siblings that are hit the first goes on: the leftmost deepest node ends the path
-    depths = tree.depths() + 1
-    end = (is_kept * depths).argmax(-1)
-    path = tree.ancestors()[torch.arange(len(numbers)), end]
-    last = outcome.base_probs(base)[0][end]
-    bonus = draw(last, numbers[:, len(parents)])
-    order = (~path).to(torch.uint8).argsort(dim=-1, stable=True)
-    return Verdict(order, path.sum(-1), bonus), volumes
-
-
 def joint(base: Laws, length: int, prefix: Prefix = ()) -> torch.Tensor:
     """Return the base's own law of the tokens after a text: (vocab, ...), one axis a token."""
     vocab = len(base[()])
@@ -399,15 +376,6 @@ def test_the_check_catches_typical_acceptance():
     base, draft = laws(3, 2, 1), laws(3, 2, 2)
     law = emitted(by_typicality, draft_outcomes(draft, (2, 1)), base, 3)
     assert variation(law, joint(base, 3)) > 0.2
-
-
-def test_the_check_catches_a_draw_for_each_sibling():
-    # Medusa's nucleus mode: the second sibling gets another try
-    base, draft = {(): torch.tensor([0.5, 0.3, 0.2])}, {(): torch.tensor([0.6, 0.4, 0.0])}
-    base |= {(token,): base[()] for token in range(3)}
-    law = emitted(by_a_draw_for_each_sibling, draft_outcomes(draft, (2,), best_children), base, 1)
-    torch.testing.assert_close(law, torch.tensor([0.675, 0.255, 0.07]))
-    assert variation(law, base[()]) == pytest.approx(0.175)
 
 
 P, Q = (

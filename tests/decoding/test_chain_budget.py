@@ -77,20 +77,6 @@ def test_drafts_pay_again_once_they_are_right():
     assert drafts[-50:] == [[2]] * 50
 
 
-def test_unsure_drafts_are_not_begun_in_large_batches_only():
-    chains = budget(token=0.2, draft=0.1, depth=1)
-    for turn in range(80):
-        requests = [*"abcdefgh"] if turn % 2 else ["a"]
-        rows = [*range(len(requests))]
-        # half of the drafts are right
-        chains.observe(requests, [[1 + turn // 2 % 2]] * len(requests))
-        if chains.should_draft(len(rows)):
-            chains.update_level(rows, 0, logits(*[0.5] * len(rows)))
-            chains.cut_chains([[1]] * len(rows), 0)
-    assert chains._gains[1] > 1.02
-    assert chains._gains[4] < 1.0
-
-
 @pytest.mark.parametrize(("token", "is_right"), [(2, True), (3, False)])
 def test_tokens_that_were_cut_are_observed(token, is_right):
     chains = budget(token=10.0)
@@ -114,27 +100,12 @@ def test_rates_follow_the_tokens_up_to_the_first_wrong_one():
     assert chains.rates[2] == 0.5
 
 
-def test_levels_that_a_chain_lacks_are_not_expected():
-    chains = budget()
-    chains.observe(["a", "b"], [[1], [1]])
-    assert chains.cut_chains([[2], [3, 4, 5]], 0) == [[2], [3, 4, 5]]
-    # verification is free: the gain is that of the expected tokens
-    assert chains._gains[2] == pytest.approx((2 + 0.5 + 0.5 + 0.25 + 0.125) / 2)
-
-
 @pytest.mark.parametrize(("prob", "pays"), [(0.9, True), (0.5, False)])
 def test_another_level_is_drafted_if_it_pays(prob, pays):
     chains = budget(token=0.25, draft=0.02)
     chains.observe(["a"], [[1]])
     chains.update_level([0], 0, logits(prob))
     assert chains.should_draft_level([0], 1, 0) == pays
-
-
-def test_requests_that_left_the_batch_are_forgotten():
-    chains = budget()
-    chains.observe(["a", "b"], [[1], [1]])
-    chains.observe(["b"], [[1]])
-    assert list(chains._requests) == ["b"]
 
 
 def test_cost_follows_a_server_whose_tokens_take_longer():

@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from specheads.core.drafter import Drafter
-from specheads.core.features import Committed, Features
+from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees import policies
 from tests import tiny
-from tests.decoding.markov import Markov
+from tests.decoding.markov import Markov, grow
 
 DRAWN = Sampling(temperature=1.0)
 
@@ -56,16 +56,6 @@ def sampling_rows(
     return SamplingState(samplings, positions, text, vocab, dtype=torch.float64, coupled=coupled)
 
 
-def draft_trees(policy: policies.TreePolicy, drafter: Drafter, rows: SamplingState) -> TokenTree:
-    batch = len(rows.sampling)
-    committed = Committed(
-        Features(torch.zeros(batch, 1, 1)),
-        torch.zeros(batch, 1, dtype=torch.long),
-        torch.ones(batch, dtype=torch.long),
-    )
-    return policy.grow(drafter, committed, None, rows)
-
-
 def chosen(rows: SamplingState, tree: TokenTree, logits: Tensor) -> Tensor:
     """Return the base's token after each node; logits are the same everywhere."""
     return rows.choose(tree, logits.expand(*tree.tokens.shape, -1), tree.ancestors())
@@ -101,7 +91,7 @@ def test_a_coupled_guess_is_right_at_the_computed_rate(seed, spread, vocab):
     base, draft = planted(seed, spread, vocab)
     count = 8_000
     rows = sampling_rows(count, vocab)
-    tree = draft_trees(policies.chain(1), Laws(draft), rows)
+    tree = grow(policies.chain(1), Laws(draft), [0] * len(rows.sampling), rows)
     share = (chosen(rows, tree, base)[:, 0] == tree.tokens[:, 1]).double().mean()
     expected = agreement(base, draft)
     error = (expected * (1 - expected) / count) ** 0.5
@@ -126,7 +116,7 @@ def test_a_drafter_that_is_the_base_is_always_right_whatever_is_asked_for(law, f
     base = planted(5, 0.0, 30)[0]
     base[:first] = -torch.inf
     rows = sampling_rows(200, 30, law)
-    tree = draft_trees(policies.chain(4), Laws(base[first:], 4, first), rows)
+    tree = grow(policies.chain(4), Laws(base[first:], 4, first), [0] * len(rows.sampling), rows)
     assert torch.equal(chosen(rows, tree, base)[:, :4], tree.tokens[:, 1:])
 
 
@@ -142,8 +132,8 @@ def test_greedy_rows_next_to_sampling_rows_keep_their_drafts():
         9,
     )
     for policy in (policies.chain(2), policies.BestFirst(6, 2), policies.Beam(2, 2)):
-        tree = draft_trees(policy, drafter, mixed)
-        alone = draft_trees(policy, drafter, sampling_rows(3, 9, GREEDY))
+        tree = grow(policy, drafter, [0] * len(mixed.sampling), mixed)
+        alone = grow(policy, drafter, [0] * 3, sampling_rows(3, 9, GREEDY))
         assert torch.equal(tree.tokens[[0, 2]], alone.tokens[[0, 2]])
 
 

@@ -1,7 +1,7 @@
 """Tree decoding gives, token for token, the text that the base alone decodes.
 
 Further architectures, dense and with experts, are also trained, planned, exported and loaded. In
-each of them one case is fast, and the others are slow.
+each of them one tree is fast, and the others are slow.
 """
 
 from collections.abc import Callable
@@ -174,18 +174,11 @@ def test_the_reference_is_varied_and_never_close_to_a_tie(architecture):
 # further architectures
 
 
-def cases(second: tuple[str, ...], *, every: bool = True) -> list[Any]:
-    """Return pairs of an architecture and a choice; only the first choice of each is fast.
-
-    Without `every`, only the first architecture with the first choice is fast.
-    """
+def cases(second: tuple[str, ...]) -> list[Any]:
+    """Return pairs of an architecture and a choice; only the first choice of each is fast."""
     return [
-        pytest.param(
-            architecture,
-            choice,
-            marks=() if not number and (every or not index) else pytest.mark.slow,
-        )
-        for index, architecture in enumerate(tiny.FURTHER if every else tiny.EXPERTS)
+        pytest.param(architecture, choice, marks=pytest.mark.slow if number else ())
+        for architecture in tiny.FURTHER
         for number, choice in enumerate(second)
     ]
 
@@ -205,7 +198,9 @@ def test_training_lowers_the_loss(architecture: str, kind: str, tmp_path: Path):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("architecture", "kind"), cases(KINDS, every=False))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", tiny.EXPERTS)
 def test_head_of_experts_is_planned_exported_and_loaded(
     architecture: str, kind: str, tmp_path: Path
 ):

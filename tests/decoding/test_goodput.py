@@ -293,7 +293,7 @@ def test_goodput_of_a_tuned_head_copies_where_that_was_measured():
     assert [tree.depth for tree in policy.trees] == [sum(draft) for draft in policy.drafts]
 
 
-USUAL = ("eagle3", True), ("eagle3", False), ("hybrid", True), ("window", False), ("", True)
+USUAL = ("hybrid", True), ("window", False)
 EVERY = [(name, pooled) for name in [*DRAFTERS, ""] for pooled in (True, False)]
 
 

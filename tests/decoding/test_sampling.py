@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool
-from specheads.core.drafter import Drafter, Features
-from specheads.core.features import Committed
+from specheads.core.drafter import Drafter
 from specheads.core.tree import TokenTree
 from specheads.decoding import accept, noise
 from specheads.decoding.generate import Decoding, generate
@@ -22,7 +21,7 @@ from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.policies import Product, Sampled
 from tests import tiny
-from tests.decoding.markov import Markov
+from tests.decoding.markov import Markov, grow
 from tests.decoding.test_exact import RandomTrees
 from tests.decoding.test_noise import FAR as MOST
 from tests.decoding.test_noise import chi_square
@@ -250,9 +249,7 @@ def draft_tree(
     texts = torch.tensor(roots)[:, None]
     samplings = [chosen.of_prompt(row) for row in range(len(roots))]
     sampling = replace(rows(samplings, texts, VOCAB), coupled=coupled)
-    count = torch.ones(len(roots), dtype=torch.long)
-    features = Features(torch.zeros(len(roots), 1, 1))
-    return policy.grow(drafter, Committed(features, texts, count), None, sampling)
+    return grow(policy, drafter, roots, sampling)
 
 
 def test_drafting_stops_below_a_doubted_token_and_saves_the_calls():
@@ -373,21 +370,3 @@ COUNTED: dict[str, tuple[str, policies.TreePolicy, Drafter]] = {
 @pytest.mark.parametrize("name", COUNTED)
 def test_many_texts_of_a_toy_model_have_its_law(name, batches):
     assert deviation(*COUNTED[name], batches) < MOST
-
-
-# the same count must fail where a rule is wrong
-
-
-def test_the_count_catches_typical_acceptance():
-    assert deviation("typical", Sampled((2, 1)), FAR) > 2 * MOST
-
-
-def test_the_count_catches_a_coin_that_siblings_share():
-    def sharing(
-        tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState
-    ) -> accept.Verdict:
-        coins = rows.coins(ancestors).gather(1, tree.parents.clamp(min=0))
-        numbers = rows.uniforms(ancestors)
-        return accept.rejection(tree, rows.tree_probs(tree, logits, ancestors), coins, numbers)
-
-    assert deviation(sharing, Sampled((2, 1)), FAR) > 2 * MOST

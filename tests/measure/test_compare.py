@@ -6,6 +6,7 @@ import json
 import pytest
 from transformers import GenerationConfig
 
+from specheads.config.commands import DRAFTERS
 from specheads.core.files import dumps
 from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
@@ -18,12 +19,14 @@ from specheads.measure.compare import (
     comparison_tables,
     condition_table,
     make_condition,
+    make_methods,
     ratios,
 )
 from specheads.measure.generation import BaseTexts, GenerationSettings
 from specheads.measure.results import Comparison, MethodResults
 from tests import results as tests_results
 from tests import tiny
+from tests.measure.test_measure import Habit
 
 
 def base_texts(new_tokens: int, sampling: Sampling | None = None) -> BaseTexts:
@@ -125,6 +128,20 @@ def test_transformers_writes_the_same_text_and_is_counted(
     assert base.model.generation_config is config
     assert timing.new_tokens == 36
     assert 0 < timing.step_seconds < timing.seconds
+
+
+def test_every_method_of_the_command_writes_the_text_of_the_base():
+    base, head = tiny.base(), Habit(0.5, 2)
+    chain = {"head": policies.chain(2)}
+    every = make_methods(DRAFTERS, base, {"head": head}, chain, tiny.base("llama", "eager"))
+    generation = GenerationSettings(max_new_tokens=12)
+    expected = [text[:12] for text in tiny.continuations()]
+    for method in every.values():
+        decoded = method.decode(base, tiny.prompts(), generation)
+        assert [text.tokens for text in decoded] == expected
+    # a copy of the base is always right
+    counts = every["draft_model"].decode(base, tiny.prompts(), generation)[0].counts
+    assert counts.accepted == counts.offered
 
 
 def test_perfect_assistant_saves_forwards_and_does_not_batch():

@@ -15,12 +15,9 @@ from specheads.decoding.goodput import Goodput, MovingRates, RequestRates
 from specheads.heads.load import build_for_base
 from specheads.measure.simulate import (
     Arrival,
-    LoadResults,
-    LoadRow,
     ServedRequest,
     ServerStep,
     computed_cost,
-    load_table,
     model_sizes,
     poisson_arrivals,
     read_arrivals,
@@ -161,14 +158,3 @@ def test_forward_reads_weights_and_context_and_computes_tokens():
     assert cost.seconds(0, 0) == pytest.approx(16e9 / 2e12)
     assert cost.seconds(0, 1e6) == pytest.approx((16e9 + 131072e6) / 2e12)
     assert cost.seconds(1000, 0) == pytest.approx(16e9 / 2e12 + 16e9 * 1000 / 312e12)
-
-
-def test_large_figures_have_no_exponent():
-    times = {"mean": 1368.4, "p50": 0.3175, "p90": 999.6, "p99": 12.34}
-    row = LoadRow(
-        load="2", draft="none", latency=times, first_token=times, tokens_per_second=4_954_000.0,
-        mean_depth=0.0,
-    )  # fmt: skip
-    table = load_table(LoadResults(times="measured", rates=[], max_batch=1, seed=0, rows=[row]))
-    cells = ("2", "none", "1,368", "0.318", "1,000", "12.3", "1,368", "4,954,000", "0.00")
-    assert table.rows == [cells]

@@ -1,5 +1,6 @@
 """Costs are recovered, and the chosen tree follows from costs and acceptance."""
 
+import functools
 import json
 import random
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.config import compose
 from specheads.config.data import DataSettings
+from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, PromptSet
 from specheads.decoding.calibration import AcceptanceEstimate
@@ -37,7 +39,6 @@ from specheads.measure.step_times import (
 )
 from specheads.measure.tune_trees import (
     Trace,
-    TuningTexts,
     best_stop,
     candidate_trees,
     fit_estimate,
@@ -55,6 +56,14 @@ PLANTED = StepCost(
     verify=ForwardCost(fixed=1.2e-2, token=6e-5, context=2e-8),
     draft=ForwardCost(fixed=1.2e-3, token=6e-6, context=2e-9),
 )
+
+
+@functools.cache
+def tiny_code() -> tuple[FrozenBase, Head]:
+    """Return the packaged base and a head without training."""
+    base = FrozenBase.load(**asdict(compose.settings_of("evaluate", ["base=tiny_code"]).base))
+    head = build_for_base({"kind": "mlp_speculator", "depth": 2}, base)
+    return base, copy_for_drafting(head, base)
 
 
 def step_times(cost: StepCost, noise: float = 0.0) -> list[StepTime]:
@@ -355,31 +364,20 @@ def test_prompts_are_whole_and_near_the_context(monkeypatch: pytest.MonkeyPatch,
     ]
     file = tmp_path / "talks.jsonl"
     file.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks), encoding="utf-8")
-    base = FrozenBase.load(**asdict(compose.settings_of("evaluate", ["base=tiny_code"]).base))
-    head = copy_for_drafting(build_for_base({"kind": "mlp_speculator", "depth": 2}, base), base)
-    used: list[list[int]] = []
-
-    def tune_texts(_: Any, texts: list[TuningTexts], __: Any) -> Any:
-        used.extend(text.prompt for text in (*texts[0].fit_texts, *texts[0].test_texts))
-        return planted()
-
-    monkeypatch.setattr(tuning.Tuner, "tune", tune_texts)
+    base, head = tiny_code()
     tokenizer: Any = base.tokenizer
-    tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
-
-    def tune(*contexts: int) -> None:
-        corpus = DataSettings(source="chat", path=str(file))
-        tuning.tune_head(base, head, corpus, contexts=contexts, num_prompts=4, new_tokens=4)
-
-    tune(40)
-    assert {*map(tokenizer.decode, used)} <= {*questions}
-    assert len(used) == 4
-    assert max(abs(len(prompt) - 40) for prompt in used) < 20
-    # a context that does not fit raises; a default context that does not fit is left out
-    monkeypatch.setattr(tuning, "CONTEXTS", (40, 10**5))
-    tune()
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    corpus = DataSettings(source="chat", path=str(file))
+    chosen = [
+        prompt.tokens
+        for prompt in tune_trees.validation_prompts(corpus, base, 40, 4, longest=200, seed=0)
+    ]
+    assert {*map(tokenizer.decode, chosen)} <= {*questions}
+    assert len(chosen) == 4
+    assert max(abs(len(prompt) - 40) for prompt in chosen) < 20
     with pytest.raises(InputError, match=r"contexts can be at most \d+, .*got 100000"):
-        tune(40, 10**5)
+        tuning.tune_head(base, head, corpus, contexts=(40, 10**5))
 
 
 def test_texts_of_one_source_either_build_or_judge_trees():
@@ -414,8 +412,7 @@ def test_evaluation_chooses_a_tree_for_its_own_settings(
     monkeypatch.setattr(tuning.Tuner, "tune", tune_texts)
     rows = [json.dumps({"text": f"value_{number} = left + right\n" * 9}) for number in range(9)]
     (tmp_path / "text.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    base = FrozenBase.load(**asdict(compose.settings_of("evaluate", ["base=tiny_code"]).base))
-    head = copy_for_drafting(build_for_base({"kind": "mlp_speculator", "depth": 2}, base), base)
+    base, head = tiny_code()
     warm = Sampling(temperature=0.7, top_p=0.9, seed=3)
     generation = GenerationSettings(max_new_tokens=9, sampling=warm, coupled=False, batch_size=2)
 
@@ -429,7 +426,7 @@ def test_evaluation_chooses_a_tree_for_its_own_settings(
     # half of the nine new tokens
     assert calls == [([72], [2], warm, False)]
     # the tuned tree is used for greedy decoding, and no text exceeds the context
-    head.tuned = planted(machine=Machine.of(base.device, base.dtype))
+    monkeypatch.setattr(head, "tuned", planted(machine=Machine.of(base.device, base.dtype)))
     assert tree(10**6, generation)[0] is policies.NOTHING
     assert tree(68, replace(generation, sampling=Sampling()))[0].num_nodes == 3
     assert [contexts for contexts, *_ in calls[1:]] == [[base.max_length - 18]]
