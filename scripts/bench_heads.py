@@ -54,6 +54,7 @@ from specheads.core.errors import InputError, first_line
 from specheads.core.features import Features, document_lengths
 from specheads.core.files import as_json, atomic_folder, dumps, to_json, write_atomic
 from specheads.core.machine import dtype_name
+from specheads.core.ranges import AUTO
 from specheads.data.packing import TokenBatch
 from specheads.decoding.noise import derive_seed
 from specheads.heads.load import build_for_base, build_head, load_head
@@ -63,7 +64,6 @@ from specheads.runs.progress import progress_display
 from specheads.runs.provenance import collect_provenance, shorten_paths
 from specheads.training.objective import draftable_labels, draw_labels
 from specheads.training.phase_data import PhaseData
-from specheads.training.plan import auto_phases
 from specheads.training.processes import accelerator_of_environment, load_base
 from specheads.training.schedule import schedule_phases
 
@@ -263,9 +263,8 @@ def opened(run_folder: Path) -> Source:
             f"--speculators must be a run's folder, and {run_folder} has no config.yaml; name one"
         )
     settings: Any = read_run_settings(run.config, Train)
-    if auto_phases(settings.schedule) or any(
-        phase.joint for phase in settings.schedule.phases.values()
-    ):
+    phases = settings.schedule.phases.values()
+    if any(phase.joint or phase.batch_size == AUTO for phase in phases):
         raise InputError(
             f"choose a run without joint phase or batch_size=auto: {run_folder} has one"
         )

@@ -26,6 +26,7 @@ from specheads import config
 from specheads.commands import docstring_lines
 from specheads.config import compose
 from specheads.config.commands import Train
+from specheads.config.validation import read_settings
 from specheads.core import ranges
 from specheads.core.errors import InputError, causes, first_line, printable
 from specheads.core.machine import num_cpus
@@ -35,7 +36,6 @@ from specheads.core.signals import (
     interrupt,
     on_stop_signal,
 )
-from specheads.runs.config_file import read_settings
 
 T = TypeVar("T")
 

@@ -111,14 +111,9 @@ def train(
         return run_directory
     if isinstance(teacher, FrozenBase) and teacher.decodes:
         announce(begin_stage("evaluation"))
-        evaluation = Evaluate(
-            run=str(run_directory.path),
-            seed=settings.seed,
-            base=settings.base,
-            data=settings.data,
-            tree=settings.tree,
-            evaluation=settings.evaluation,
-        )
+        names = "seed", "base", "data", "tree", "evaluation"
+        own_settings = {name: getattr(settings, name) for name in names}
+        evaluation = Evaluate(run=str(run_directory.path), **own_settings)
         results = evaluate(settings=evaluation, base=teacher)
         # keep the tree that was chosen for greedy decoding, as specheads tune does
         if results.tuned and settings.evaluation.temperature == 0:

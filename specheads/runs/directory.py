@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.base import lora
+from specheads.config.validation import differences, parse_settings, read_settings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import (
@@ -20,7 +21,6 @@ from specheads.core.files import (
 )
 from specheads.heads.load import load_head
 from specheads.runs import checkpoint
-from specheads.runs.config_file import differences, parse_settings, read_settings
 from specheads.runs.provenance import collect_provenance
 
 PROVENANCE_TYPES: dict[str, Any] = {

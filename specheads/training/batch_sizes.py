@@ -10,13 +10,13 @@ from accelerate.utils import gather_object
 
 from specheads.base.loading import device_of, load_tokenizer
 from specheads.config.commands import Train
+from specheads.config.validation import read_settings
 from specheads.core import machine
 from specheads.core.errors import InputError
 from specheads.core.ranges import AUTO
 from specheads.data.packing import PackedText
 from specheads.data.sources import is_on_hub
 from specheads.data.tokenise import tokenise_corpus
-from specheads.runs.config_file import read_settings
 from specheads.runs.directory import RunDirectory
 from specheads.training.memory import MetaTraining
 from specheads.training.processes import row_share, sharding_of

@@ -104,6 +104,11 @@ def rows_of(weight: Float[Tensor, "vocab width"], logits: Mapping[str, int] = CH
     return rows if kind == "cpu" or rows < TILE else rows - rows % TILE
 
 
+def weights_of_depths(depth: int, decay: float) -> list[float]:
+    """Return the weight of each depth's loss."""
+    return [decay**level for level in range(depth)]
+
+
 def confidence_loss(
     predicted: Sequence[Float[Tensor, " row"]],
     states: Sequence[Float[Tensor, "row width"]],

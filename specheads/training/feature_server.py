@@ -39,6 +39,7 @@ from specheads.runs.directory import RunDirectory
 from specheads.training.distill.openai import (
     KEY_VARIABLE,
     REMEDIES,
+    client_options,
     http_client,
     proxy_note,
     public_address,
@@ -140,21 +141,13 @@ class VllmServer(FeatureSource):
         """Part of the names of this process's files."""
         self._key = read_api_key(KEY_VARIABLE)
         self._headers: dict[str, Any] = {} if self._key else {"Authorization": Omit()}
-        # with an empty key the client would look into the environment; a failed server is checked
-        # before it is asked again
-        limits = {"timeout": settings.timeout_seconds, "max_retries": 0}
-        self._servers = [
-            ServerState(
-                public_address(url),
-                OpenAI(
-                    base_url=url,
-                    api_key=self._key or "none",
-                    http_client=http_client(url, DefaultHttpxClient),
-                    **limits,
-                ),
-            )
-            for url in settings.url
-        ]
+        # a failed server is checked before it is asked again
+        options = client_options(self._key, settings.timeout_seconds, retries=0)
+        self._servers = list[ServerState]()
+        for url in settings.url:
+            address, http = public_address(url), http_client(url, DefaultHttpxClient)
+            client = OpenAI(base_url=url, http_client=http, **options)
+            self._servers.append(ServerState(address, client))
         self._request_numbers, self._closing = count(), Event()
         self._base_lock = Lock()
         """A forward of the base's ends belongs to one thread."""

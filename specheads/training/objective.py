@@ -23,6 +23,7 @@ from specheads.training.depth_loss import (
     Targets,
     confidence_loss,
     depth_loss,
+    weights_of_depths,
 )
 from specheads.training.losses import loss_of_phase
 
@@ -160,7 +161,7 @@ class Objective(nn.Module):
     def _loss(self, states: list[Tensor], targets: list[Targets], phase: Phase) -> DepthLoss:
         """Return the loss of all depths, with that of the confidence head if there is one."""
         projections, loss = self.head.projections(), loss_of_phase(phase)
-        weights = [phase.decay**depth for depth in range(len(states))]
+        weights = weights_of_depths(len(states), phase.decay)
         result = depth_loss(states, projections, targets, loss=loss, weights=weights)
         confidence = [self.head.confidence_logits(state) for state in states]
         predicted = [logits for logits in confidence if logits is not None]

@@ -55,7 +55,7 @@ def test_every_command_takes_auto(
             assert plan["plan"]["phases"][name]["batch_size"] == phase["batch_size"]
 
 
-@pytest.mark.parametrize("num_characters", [100, 300, 500, 900, 3000])
+@pytest.mark.parametrize("num_characters", [100, 900])
 def test_auto_never_needs_more_rows_than_the_corpus_has(
     num_characters: int, tmp_path: Path, monkeypatch: Any, capsys: Any
 ):

@@ -16,7 +16,6 @@ from specheads.commands._call import call
 from specheads.config import compose
 from specheads.core.errors import InputError
 from specheads.training.distill.openai import http_client, proxy_note
-from tests.commands.test_call import Called, raising  # noqa: F401 - a fixture
 
 COMMANDS = sorted(compose.SCHEMAS)
 NEEDS_HOME = {
@@ -44,25 +43,6 @@ def test_command_without_a_home_names_the_variable(
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", no_entry)
     assert "HOME" in refusal(command, *NEEDS_HOME[command])
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(
-    "error",
-    [
-        FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']"),
-        OSError(28, "No space left on device"),
-    ],
-)
-def test_command_without_space_names_the_variable(
-    command: str,
-    error: OSError,
-    raising: Called,  # noqa: F811
-):
-    recipe = ["recipe=smoke"] if command in ("train", "distill", "serve-features") else []
-    code, line = raising(error, [command, *recipe])
-    assert (code, len(line.splitlines())) == (2, 1)
-    assert "TMPDIR" in line
 
 
 @pytest.mark.parametrize("encoding", ["cp437", "koi8-r", "iso8859-7", "shift_jis", "utf-16"])

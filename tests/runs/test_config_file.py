@@ -19,8 +19,8 @@ from specheads.config.shared import (
     settings_with,
 )
 from specheads.config.training import DistillSettings
+from specheads.config.validation import differences, parse_settings, read_settings
 from specheads.core.errors import InputError
-from specheads.runs.config_file import differences, parse_settings, read_settings
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 HOSTILE = {

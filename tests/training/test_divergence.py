@@ -123,11 +123,14 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("fault", "settings", "line"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize(("log_every", "checkpoint_every"), [(40, 1), (1, 2), (40, 0)])
+@pytest.mark.parametrize(
+    ("case", "log_every", "checkpoint_every"),
+    [*((case, 40, 1) for case in CASES), ("loss", 1, 2), ("weights", 1, 2), ("base", 40, 0)],
+)
 def test_diverged_run_keeps_only_finite_checkpoints(
-    fault: Any, settings: dict[str, Any], line: str, log_every: int, checkpoint_every: int, tmp_path
+    case: str, log_every: int, checkpoint_every: int, tmp_path: Path
 ):
+    fault, settings, line = CASES[case]
     schedule = Schedule(phases={"corpus": phase(steps=9)}, **settings)
     prompts = ValidationSet(None, every=5, prompts=tiny.prompts(), new_tokens=4)
     with fault(), pytest.raises(DivergedError, match=line):

@@ -116,13 +116,13 @@ def test_packed_joint_loss_equals_separate_loss(target: str):
     base = FrozenBase(copy.deepcopy(tiny.base().model))
     joint = JointSettings(rank=2, dropout=0.0, target=target)
     training = JointTraining(base, joint)
-    for value in training.parameters:
+    for value in training.adapter.parameters:
         value.data.copy_(torch.randn_like(value) * 0.1)
     training.adapter.learn(True)
     documents, losses = texts(), []
     for batch in (packed(documents), alone(documents)):
         loss = training.read(batch, batch.loss_mask, joint)[1]
-        losses.append((loss, torch.autograd.grad(loss, training.parameters)))
+        losses.append((loss, torch.autograd.grad(loss, training.adapter.parameters)))
     (loss, slopes), (expected, expected_slopes) = losses
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(slopes, expected_slopes, rtol=1e-8, atol=1e-10)

@@ -58,14 +58,10 @@ class CompletionsEngine:
         failure: BaseException | None = None
         # requests continue in a thread while the caller is busy
         with start_blocking_portal() as portal:
-            client = AsyncOpenAI(
-                base_url=self.settings.url,
-                # with an empty one the client would look into the environment
-                api_key=self._key or "none",
-                timeout=self.settings.timeout_seconds,
-                max_retries=RETRIES,
-                http_client=http_client(self.settings.url, DefaultAsyncHttpxClient),
-            )
+            settings = self.settings
+            http = http_client(settings.url, DefaultAsyncHttpxClient)
+            options = client_options(self._key, settings.timeout_seconds, RETRIES)
+            client = AsyncOpenAI(base_url=settings.url, http_client=http, **options)
             try:
                 while True:
                     while failure is None and len(pending) < self.settings.batch_size:
@@ -190,6 +186,12 @@ def public_address(url: str) -> str:
         "a server's url must begin with http:// or https:// and name a host, got "
         f"{address!r:.80}; give one such as http://127.0.0.1:8000/v1"
     )
+
+
+def client_options(key: str, timeout_seconds: float, retries: int) -> dict[str, Any]:
+    """Return options of a client of a server."""
+    # with an empty key the client would look into the environment
+    return {"api_key": key or "none", "timeout": timeout_seconds, "max_retries": retries}
 
 
 Client = TypeVar("Client")
