@@ -150,7 +150,7 @@ def model_card(
     """
     head_path = repo or "path/to/head"
     name = repo.rpartition("/")[2] or f"{head.kind} for {about.base_name}"
-    results, data = about.results, about.settings["data"]
+    data = about.settings["data"]
     # metrics.jsonl counts tokens from the start of the training
     ends = {row["phase"]: row["tokens"] for row in about.history}
     phases = [phase for phase in about.settings["schedule"]["phases"] if phase in ends]
@@ -176,19 +176,15 @@ def model_card(
         head_path=head_path,
         head=head,
         parameters=sum(parameter.numel() for parameter in head.parameters()),
-        results=results,
+        results=about.results,
         hub_id=hub_id,
-        # the card's first table has head and base
-        measurements=[row for row in summary_rows(results) if row[0] not in ("head", "base")]
-        if results
-        else [],
-        depths=depth_rows(results) if results else [],
-        verdict=verdict(results) if results else "",
+        summary_rows=summary_rows,
+        depth_rows=depth_rows,
+        verdict=verdict,
         data_licence=data_licence or licence_of(data),
         tokens={
             phase: f"{ends[phase] - start:,}" for phase, start in zip(phases, starts, strict=False)
         },
-        dtype=results.settings.dtype if results else "float32",
         auto=auto_class(base.model.config).__name__,
         engines=[] if about.adapted else list(_engines(about, head, base, head_path)),
     )

@@ -203,8 +203,16 @@ def _with_draft_ids(head: Head, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 NAMES = ("rope_type", "type", "rope_theta")
 """Entries of published settings that are no parameters of a scaling."""
-HALVES = {"rope_is_neox_style": True, "is_neox_style": True}
-"""Published settings of `rotate`, which pairs the halves of a head and not its neighbours."""
+PLAIN = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "logit_scale": 1,
+    "partial_rotary_factor": 1,
+    # `rotate` pairs the halves of a head and not its neighbours
+    "rope_is_neox_style": True,
+    "is_neox_style": True,
+}
+"""Published settings of layers with the only supported value of each."""
 SIZES = {
     "attention_heads": "num_attention_heads",
     "key_value_heads": "num_key_value_heads",

@@ -4,9 +4,9 @@ Each module has `ABOUT` (the engine and its version) and `LAYOUTS` (one `Layout`
 See docs/export_matrix.md.
 """
 
-import dataclasses
 import importlib
 import pkgutil
+from dataclasses import asdict
 from types import ModuleType
 
 from specheads.base.ends import BaseEnds
@@ -53,14 +53,11 @@ def objection(head: Head, base: BaseEnds, layout: Layout | None) -> str:
         return "it applies the base's lm_head to such heads without its bias"
     if head.adds_to_base_logits and base.projection.scale != 1.0 and head.draft_ids is None:
         return "its Markov head adds to logits that the engine does not scale as the base does"
-    for setting in dataclasses.fields(head.config):
-        value, factory = getattr(head.config, setting.name), setting.default_factory
-        default = setting.default if factory is dataclasses.MISSING else factory()
-        if layout.settings is None:
-            continue
-        allowed = layout.settings.get(setting.name, (default,))
+    defaults = asdict(type(head.config)())
+    for name, value in asdict(head.config).items() if layout.settings is not None else ():
+        allowed = layout.settings.get(name, (defaults[name],))
         if allowed is not None and value not in allowed:
-            return f"it cannot hold {setting.name}={value!r}"
+            return f"it cannot hold {name}={value!r}"
     if layers := list(head.aux_layers):
         if layout.num_aux not in (0, len(layers)):
             return f"the engine reads {layout.num_aux} layers, head.aux_layers are {layers}"

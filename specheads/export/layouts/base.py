@@ -4,9 +4,9 @@ What loads the base loads the copy, and drafts with the trained module where it 
 base's own.
 """
 
-import dataclasses
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -63,12 +63,11 @@ def objection(head: Head, base: BaseEnds) -> str:
         return f"its base cannot be copied: {first_line(error)}"
     if module is None:
         return f"{folder} has no MTP module; transformers drops it when it saves a model"
-    for setting in dataclasses.fields(module.config):
-        name = setting.name
-        module_value, head_value = getattr(module.config, name), getattr(head.config, name)
-        if module_value != head_value and name != "depth":
+    head_settings = asdict(head.config) | {"depth": module.depth}
+    for name, value in asdict(module.config).items():
+        if value != head_settings[name]:
             return (
-                f"the module in {folder} has {name}={module_value!r}, the head has {head_value!r}"
+                f"the module in {folder} has {name}={value!r}, the head has {head_settings[name]!r}"
             )
     return ""
 

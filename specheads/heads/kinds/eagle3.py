@@ -18,7 +18,7 @@ from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, PositiveInt
 from specheads.heads.checkpoint import (
-    HALVES,
+    PLAIN,
     check_weights,
     draft_window,
     fill_head,
@@ -222,20 +222,14 @@ class Head(FeedbackHead):
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 
-PLAIN = {
-    "hidden_act": "silu",
+FIXED = PLAIN | {
     "attention_bias": False,
-    "mlp_bias": False,
-    "logit_scale": 1,
-    "partial_rotary_factor": 1,
     "position_embedding_type": "rope",
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
     "next_layer_regular": True,
     "parallel_draft_step": 1,
-    **HALVES,
 }
 """Settings of public checkpoints with the only supported value of each."""
 USED = (
@@ -276,7 +270,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         *(config.get(name, {}) for name in SECTIONS),
         nested,
         used=(*LAYERS, *SPECULATORS, *SAME, *MASKS, *USED),
-        fixed=PLAIN | {"target_hidden_size": settings["hidden_size"]} | plain,
+        fixed=FIXED | {"target_hidden_size": settings["hidden_size"]} | plain,
     )
     values: dict[str, Any] = {
         **read_layer_settings(settings),

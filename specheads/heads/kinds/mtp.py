@@ -18,7 +18,7 @@ from specheads.core.features import Features
 from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat
 from specheads.heads.checkpoint import (
-    HALVES,
+    PLAIN,
     fill_head,
     fixed_without_window,
     read_layer_settings,
@@ -118,14 +118,7 @@ RENAMED = {
 }
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Copies of the base's tensors that a module may contain."""
-PLAIN = {
-    "hidden_act": "silu",
-    "mlp_bias": False,
-    "partial_rotary_factor": 1,
-    "mtp_layer_types": "full_attention",
-    "mtp_mlp_layer_types": "dense",
-    **HALVES,
-}
+FIXED = PLAIN | {"mtp_layer_types": "full_attention", "mtp_mlp_layer_types": "dense"}
 """Settings of public checkpoints with the only supported value of each."""
 UNREAD = (
     *("text_config", "num_nextn_predict_layers", "vision_config", "language_model_only"),
@@ -182,7 +175,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         *sections,
         config.get("speculators_config", {}),
         used=(*LAYERS, *SPECULATORS, *UNREAD),
-        fixed=PLAIN | fixed_without_window(settings),
+        fixed=FIXED | fixed_without_window(settings),
         remedy="train head=mtp instead",
     )
     attention = "layer.mtp_block.self_attn."

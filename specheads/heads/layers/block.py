@@ -17,7 +17,7 @@ from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId, is_allowed
 from specheads.heads.checkpoint import (
-    HALVES,
+    PLAIN,
     check_weights,
     draft_window,
     fill_head,
@@ -255,20 +255,15 @@ def block_mask(
     return torch.cat([visible, is_same], dim=2)
 
 
-PLAIN_SETTINGS = {
-    "hidden_act": "silu",
+FIXED = PLAIN | {
     "attention_bias": False,
     "rope_type": "default",
-    "partial_rotary_factor": 1,
     "use_aux_hidden_state": True,
-    "is_causal": False,
     "attention_mode": "gqa",
-    "logit_scale": 1,
     "output_multiplier": 1,
-    **HALVES,
 }
 """Settings of public checkpoints with the only supported value of each."""
-PLAIN_MARKOV = {
+FIXED_MARKOV = {
     "markov_head_type": "vanilla",
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
@@ -288,8 +283,8 @@ USED = (
 )
 MODELOPT = ("use_swa", "swa_window_size", "causal")
 """Settings of a window in ModelOpt's folders."""
-BY_DEEPSPEC = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
-"""Class names of one network, DeepSpec's first."""
+BY_DEEPSPEC = {"Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel"}
+"""Class names of one network, DeepSpec's and two more."""
 BY_TRANSFORMERS = "muse_glimmer_assistant"
 """The `model_type` of transformers' only class of a DFlash head."""
 RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
@@ -313,11 +308,9 @@ def read_block(
 
     `markov` tells DSpark from DFlash. A setting with an unsupported value is refused.
     """
-    by_speculators, class_names = (
-        config.get("speculators_model_type", ""),
-        config.get("architectures"),
-    )
-    by_deepspec = not by_speculators and any(name in BY_DEEPSPEC for name in class_names or ())
+    by_speculators = config.get("speculators_model_type", "")
+    class_names = set(config.get("architectures") or ())
+    by_deepspec = not by_speculators and bool(class_names & BY_DEEPSPEC)
     by_others = "dflash_config" in config or config.get("model_type") == BY_TRANSFORMERS
     is_read = by_speculators in ("dflash", "dspark") or by_deepspec or by_others
     settings = config.get("transformer_layer_config", {}) | config.get("dflash_config", {}) | config
@@ -344,9 +337,9 @@ def read_block(
         config,
         *(config.get(name, {}) for name in (*SECTIONS, "dflash_config")),
         {"rope_type": scaling.get("rope_type")},
-        used=(*LAYERS, *SPECULATORS, *USED, *PLAIN_MARKOV, *(MODELOPT if by_modelopt else ())),
-        fixed=PLAIN_SETTINGS
-        | (PLAIN_MARKOV if markov else {})
+        used=(*LAYERS, *SPECULATORS, *USED, *FIXED_MARKOV, *(MODELOPT if by_modelopt else ())),
+        fixed=FIXED
+        | (FIXED_MARKOV if markov else {})
         | {"target_hidden_size": settings["hidden_size"]}
         | {"projector_type": "dspark" if by_default else "dflash"}
         | plain,
