@@ -23,6 +23,7 @@ from specheads.heads.checkpoint import (
     fill_head,
     fixed_without_window,
     read_layer_settings,
+    read_rope_settings,
 )
 from specheads.heads.layers.attention import (
     AttentionConfig,
@@ -327,11 +328,8 @@ def read_block(
         window = window if is_allowed(PositiveInt, window) else None
         # an explicit is_causal has priority, and must be false
         causal = bool(settings.get("causal")) and settings.get("is_causal") is None
-    layer_settings = read_layer_settings(settings)
-    scaling, by_default = (
-        layer_settings.pop("rope_scaling"),
-        by_deepspec or by_speculators == "dspark",
-    )
+    by_default = by_deepspec or by_speculators == "dspark"
+    scaling = read_rope_settings(settings)["rope_scaling"]
     refuse_unused(
         "dspark" if markov else "dflash",
         config,
@@ -350,7 +348,7 @@ def read_block(
     values = {
         # the default of Qwen3 in transformers
         "rope_theta": 10_000.0,
-        **layer_settings,
+        **read_layer_settings(settings),
         # the other formats count the anchor's slot, which drafts nothing
         "depth": settings["block_size"] - (not (by_deepspec or anchored)),
         "num_layers": settings["num_hidden_layers"],
@@ -363,6 +361,8 @@ def read_block(
         "attention_sink": any(settings.get(name) for name in SINK),
         **({"markov_rank": settings["markov_rank"]} if markov else {}),
     }
+    # refused unless it is empty
+    del values["rope_scaling"]
     block_head = head(kind(**values), settings["hidden_size"], settings["vocab_size"])
     weights = {RENAMED.get(name, name): value for name, value in tensors.items()}
     copies = {name: weights.pop(name) for name in COPIES if name in weights}
