@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
 GROUPED = "grouped_mm"
@@ -21,7 +20,7 @@ def experts_of(model: nn.Module) -> list[Any]:
 
 
 def choose_experts(model: PreTrainedModel, modules: Sequence[Any]) -> None:
-    """Use transformers' eager experts if torch has no grouped product for the weights of a base.
+    """Use transformers' eager experts where torch has no grouped product for a base's weights.
 
     `modules` are those of `experts_of`, which are alike. torch lacks the product in float64, and
     for rows that are not a multiple of 16 bytes.
@@ -29,22 +28,18 @@ def choose_experts(model: PreTrainedModel, modules: Sequence[Any]) -> None:
     config: Any = model.config.get_text_config()
     if not modules or config._experts_implementation != GROUPED:
         return
-    for matrix in modules[0].parameters(recurse=False):
-        # others are quantised, and have code of their own
-        if matrix.ndim == 3 and matrix.dtype in DTYPES:
-            expert = torch.zeros((1, *matrix.shape[1:]), dtype=matrix.dtype, device=matrix.device)
-            if not _computes_grouped(expert if modules[0].is_transposed else expert.mT):
-                config._experts_implementation = "eager"
-
-
-def _computes_grouped(expert: torch.Tensor) -> bool:
-    """Return whether torch computes a grouped product with one expert (1, input, output)."""
-    ends = torch.ones(1, dtype=torch.int32, device=expert.device)
-    try:
-        F.grouped_mm(expert.new_zeros(1, expert.shape[1]), expert, offs=ends)
-    except RuntimeError:
-        return False
-    return True
+    # others are quantised, and have code of their own
+    matrices = [
+        matrix
+        for matrix in modules[0].parameters(recurse=False)
+        if matrix.ndim == 3 and matrix.dtype in DTYPES
+    ]
+    if any(
+        matrix.dtype == torch.float64 or size * matrix.itemsize % 16
+        for matrix in matrices
+        for size in matrix.shape[1:]
+    ):
+        config._experts_implementation = "eager"
 
 
 @contextmanager

@@ -121,12 +121,7 @@ def load_prompts(
             asked for location, row in rows for asked in _questions(row, location, all_turns)
         ]
         # tokenise what is used only: sets of long prompts are large
-        chosen = _sample(questions, num_prompts, seed)
-        # a question with and without thinking is timed side by side
-        values = _thinking_values(thinking)
-        prompts = [
-            _encode_question(asked, tokenizer, value) for asked in chosen for value in values
-        ]
+        prompts = _encode_questions(_sample(questions, num_prompts, seed), tokenizer, thinking)
     return PromptSet.of(name if name in PROMPT_NAMES else Path(name).name, prompts)
 
 
@@ -168,7 +163,7 @@ def held_out_prompts(
     conversations, traces, texts = corpus.split_by_rows()
     if thinking and (traces or texts):
         raise InputError(NO_QUESTIONS)
-    prompts, values = list[Prompt](), _thinking_values(thinking)
+    prompts = list[Prompt]()
     if traces:
         prompts += _trace_starts(traces, split, tokenizer, num_prompts, seed)
     if texts:
@@ -181,25 +176,21 @@ def held_out_prompts(
         ]
     if conversations:
         questions = _sample(_first_questions(conversations, split, seed), num_prompts, seed)
-        prompts += [
-            _encode_question(asked, tokenizer, value) for asked in questions for value in values
-        ]
+        prompts += _encode_questions(questions, tokenizer, thinking)
     if not prompts:
         raise InputError(
             f"no conversation and no text of {prompt_tokens} tokens of {corpus.source} is held "
             f"out for {split}; give more of them, or lower prompt_tokens"
         )
-    return _sample(prompts, num_prompts * len(values), seed)
+    return _sample(prompts, num_prompts * max(len({*thinking}), 1), seed)
 
 
 def _trace_starts(
     traces: DataSettings, split: str, tokenizer: Tokenizer, num_prompts: int, seed: int
 ) -> list[Prompt]:
     """Return the tokens of traces before their first answer, each start once."""
-    documents, starts = (
-        tokenise_corpus(traces, split, tokenizer, seed),
-        dict[tuple[int, ...], int](),
-    )
+    documents = tokenise_corpus(traces, split, tokenizer, seed)
+    starts = dict[tuple[int, ...], int]()
     for number in range(len(documents)):
         ids = documents.tokens(number)[: documents.loss_mask(number).argmax()]
         starts.setdefault(tuple(ids.tolist()), number)
@@ -223,11 +214,6 @@ def _first_questions(conversations: DataSettings, split: str, seed: int) -> list
     return list(questions.values())
 
 
-def _thinking_values(thinking: Sequence[bool]) -> list[bool | None]:
-    """Return each value of `enable_thinking` once; none leaves it to the template."""
-    return [*dict.fromkeys(thinking)] or [None]
-
-
 def _sample(population: list[T], size: int, seed: int) -> list[T]:
     """Return a random sample of at most `size`, in the order of the population."""
     if len(population) <= size:
@@ -248,7 +234,8 @@ def _questions(
         if turns is None:
             yield Question(question(row), row, location)
             return
-        if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
+        are_texts = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
+        if not turns or not are_texts or not all(map(str.strip, turns)):
             raise InputError("turns must be a list of texts that are not empty", fault="has others")
         columns = {name: value for name, value in row.items() if value is not turns}
         for last in range(len(turns) if all_turns else 1):
@@ -256,8 +243,13 @@ def _questions(
             yield Question(question(turn_row), turn_row, location)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+def _encode_questions(
+    questions: Sequence[Question], tokenizer: Tokenizer, thinking: Sequence[bool]
+) -> list[Prompt]:
+    """Return each question once for each value of `thinking`; none leaves it to the template."""
+    # a question with and without thinking is timed side by side
+    values = [*dict.fromkeys(thinking)] or [None]
+    return [_encode_question(asked, tokenizer, value) for asked in questions for value in values]
 
 
 def _encode_question(asked: Question, tokenizer: Tokenizer, thinking: bool | None) -> Prompt:
