@@ -24,7 +24,6 @@ from specheads.core.errors import InputError
 from specheads.core.files import writable_folder, write_atomic
 from specheads.data.chat import Template
 from specheads.data.encode import QUESTION, QUESTION_TEXT
-from specheads.data.masks import added_token_ids
 from specheads.decoding.sampling import Sampling
 from specheads.runs.progress import progress_display
 from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest
@@ -96,7 +95,8 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> list[str]:
             f"questions need a tokenizer with a chat template, {options.base} lacks one"
         )
     opening, room = user_opening(base), options.new_tokens
-    special = added_token_ids(base.tokenizer)
+    tokenizer: Any = base.tokenizer
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     unfinished_file = part_of(options)
     conditions = {name: value for name, value in vars(options).items() if name not in FREE}
     texts, finished_numbers = unfinished(unfinished_file, conditions)

@@ -23,13 +23,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.file_checks import COMPUTES, reading, refuse_mismatch
 from specheads.core.errors import InputError
-from specheads.core.files import (
-    atomic_folder,
-    cache_folder,
-    local_path,
-    remove_incomplete,
-    sole_writer,
-)
+from specheads.core.files import cache_folder, local_path, write_once
 from specheads.core.foreign import refuse_unused
 from specheads.core.machine import refuse_bytes
 
@@ -95,18 +89,16 @@ def _find_dequantised(file: Path, source: str) -> Path:
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     folder = cache_folder() / "gguf" / f"{file.stem[:80]}-{digest[:16]}-{EDITION}"
-    if folder.is_dir():
-        return folder
     waiting = f"waiting for another process that dequantises {file.name}"
-    with sole_writer(folder.parent, f".{folder.name}.lock", wait=lambda _: _log(waiting)):
-        # the process that had the lock before may have written it
-        if not folder.is_dir():
-            remove_incomplete(folder.parent, folder.name)
-            _dequantise(file, source, folder)
+    write_once(
+        folder,
+        lambda scratch: _dequantise(file, source, scratch, folder),
+        wait=lambda _: _log(waiting),
+    )
     return folder
 
 
-def _dequantise(file: Path, source: str, folder: Path) -> None:
+def _dequantise(file: Path, source: str, scratch: Path, folder: Path) -> None:
     # imported late: needed for the first conversion only
     from gguf import GGUFReader
 
@@ -118,11 +110,10 @@ def _dequantise(file: Path, source: str, folder: Path) -> None:
     size = num_values * torch.float32.itemsize
     refuse_bytes(size, torch.device("cpu"), f"dequantising {file.name}", "take a smaller base")
     _log(f"dequantising {file.name} once: {size / 1e9:.2f} GB of float32 in {folder}")
-    with atomic_folder(folder) as scratch:
-        with reading("tokenizer", source, REMEDY):
-            make_tokenizer(file, fields).save_pretrained(scratch)
-        with reading("weights", source, REMEDY):
-            _model(file, fields, num_values).save_pretrained(scratch)
+    with reading("tokenizer", source, REMEDY):
+        make_tokenizer(file, fields).save_pretrained(scratch)
+    with reading("weights", source, REMEDY):
+        _model(file, fields, num_values).save_pretrained(scratch)
 
 
 def _refuse_ignored(fields: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ class Features:
     def gather(self, positions: Int[Tensor, "batch path"]) -> "Features":
         """Return the features of positions `positions[b]` of each row b."""
         rows = torch.arange(len(positions), device=positions.device)
-        return self._index((rows[:, None], positions))
+        return self.select((rows[:, None], positions))
 
     def is_finite(self) -> Bool[Tensor, ""]:
         """Return whether all hidden states and residual streams are finite."""
@@ -73,13 +73,10 @@ class Features:
 
     def select_positions(self, mask: Bool[Tensor, "batch time"]) -> "Features":
         """Return the features of the positions in a mask, as one row."""
-        return self._index(tuple(index[None] for index in mask.nonzero(as_tuple=True)))
+        return self.select(tuple(index[None] for index in mask.nonzero(as_tuple=True)))
 
-    def select_rows(self, rows: Int[Tensor, " kept"]) -> "Features":
-        """Return the features of these rows of the batch."""
-        return self._index(rows)
-
-    def _index(self, index: Tensor | tuple[Tensor, ...]) -> "Features":
+    def select(self, index: Tensor | tuple[Tensor, ...]) -> "Features":
+        """Return the features at an index of rows, or of rows and positions."""
         return Features.merge([self], lambda tensors: tensors[0][index])
 
     @classmethod
@@ -155,7 +152,7 @@ class Committed:
 
     def keep(self, rows: Int[Tensor, " kept"]) -> "Committed":
         """Return these rows only."""
-        return Committed(self.features.select_rows(rows), self.next_tokens[rows], self.counts[rows])
+        return Committed(self.features.select(rows), self.next_tokens[rows], self.counts[rows])
 
     def join(self, other: "Committed") -> "Committed":
         """Concatenate two batches; shorter rows are padded on the right."""

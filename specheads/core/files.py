@@ -116,6 +116,20 @@ def sole_writer(
                 path.rmdir()
 
 
+def write_once(
+    folder: Path, write: Callable[[Path], object], wait: Callable[[str], object] = lambda _: None
+) -> None:
+    """Write a folder of a cache unless it exists; one process writes it, and others wait."""
+    if folder.is_dir():
+        return
+    with sole_writer(folder.parent, f".{folder.name}.lock", wait=wait):
+        # another process may have written it while this one waited for the lock
+        if not folder.is_dir():
+            remove_incomplete(folder.parent, folder.name)
+            with atomic_folder(folder) as scratch:
+                write(scratch)
+
+
 def _acquire(file_lock: Any, path: Path, wait: Callable[[str], object] | None) -> None:
     try:
         file_lock.acquire(blocking=False)

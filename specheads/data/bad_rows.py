@@ -49,10 +49,6 @@ class BadRows:
         self.skipped_files: defaultdict[str, list[Path]] = defaultdict(list)
         """Files that are left out, by reason."""
 
-    def skip_file(self, reason: str, file: Path) -> None:
-        """Leave a file out."""
-        self.skipped_files[reason].append(file)
-
     @property
     def counts(self) -> dict[str, int]:
         """Rows that cannot be used, by rule, the most common first."""

@@ -199,7 +199,7 @@ def read_text_files(files: Iterable[Path], bad: BadRows, min_characters: int = 0
                 # a binary file fails in the first characters, before all of it is in memory
                 text = stream.read(2**16) + stream.read()
             except UnicodeDecodeError:
-                bad.skip_file("not in UTF-8", file)
+                bad.skipped_files["not in UTF-8"].append(file)
                 continue
         if len(text) >= min_characters:
             yield str(file), {"text": text}

@@ -13,12 +13,6 @@ OPEN, CLOSE = "⟦", "⟧"
 """Brackets around tokens in the loss, for output without colour."""
 
 
-def added_token_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the special tokens and all other added tokens."""
-    untyped: Any = tokenizer
-    return {*untyped.all_special_ids, *untyped.added_tokens_decoder}
-
-
 def find_mask_fault(
     tokenizer: Tokenizer,
     tokens: Sequence[int],

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from specheads.config.data import DataSettings, SourceSettings
 from specheads.core.errors import InputError
-from specheads.core.files import atomic_folder, cache_folder, remove_incomplete, sole_writer
+from specheads.core.files import cache_folder, write_once
 from specheads.data.bad_rows import BadRows, locate_errors
 from specheads.data.chat import Template
 from specheads.data.conversations import first_answer
@@ -187,19 +187,16 @@ def _cached_file(source: SourceSettings, tokenizer: Tokenizer, seed: int, bar: A
     identity |= {"format": FORMAT, "tokenizer": tokenizer_fingerprint(tokenizer)}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_folder() / "tokens" / key
-    if (folder / FILE).is_file():
-        return folder / FILE
-    with sole_writer(folder.parent, f".{key}.lock", wait=lambda _: None):
-        # another process may have written it while this one waited for the lock
-        if not (folder / FILE).is_file():
-            remove_incomplete(folder.parent, key)
-            num_bytes = sum(size for _, size, _ in identity["files"])
-            _write_documents(folder, source, tokenizer, seed, bar, num_bytes)
+    num_bytes = sum(size for _, size, _ in identity["files"])
+    write_once(
+        folder,
+        lambda scratch: _write_documents(scratch, source, tokenizer, seed, bar, num_bytes),
+    )
     return folder / FILE
 
 
 def _write_documents(
-    folder: Path, source: SourceSettings, tokenizer: Tokenizer, seed: int, bar: Any, num_bytes: int
+    scratch: Path, source: SourceSettings, tokenizer: Tokenizer, seed: int, bar: Any, num_bytes: int
 ) -> None:
     """Write all documents of a source as an Arrow file, batch by batch."""
     bad, num_characters, name = BadRows(), 0, source.path or source.source
@@ -216,26 +213,25 @@ def _write_documents(
                 "answer it: a phase with text=distilled, or specheads distill"
             )
         template = Template(tokenizer)
-    with atomic_folder(folder) as scratch:
-        with pa.ipc.new_file(str(scratch / FILE), SCHEMA) as stream:
-            while batch:
-                if source.kind.rows == "text":
-                    documents = _encode_texts(tokenizer, batch)
-                else:
-                    documents = _encode_labelled(tokenizer, template, bad, batch)
-                if documents:
-                    splits, *columns = zip(*documents, strict=True)
-                    columns = [[SPLITS.index(split) for split in splits], *columns]
-                    stream.write_batch(pa.record_batch(columns, schema=SCHEMA))
-                elif source.bad_rows == "stop":
-                    # a source whose every row is refused would take long
-                    bad.report(name, "stop")
-                if bar is not None:
-                    num_characters += sum(len(row.get("text") or str(row)) for _, _, row in batch)
-                    total = max(num_bytes, num_characters) // 10**6 + 1
-                    bar.update(task, completed=num_characters // 10**6, total=total)
-                batch = list(islice(rows, BATCH_ROWS))
-        bad.report(name, source.bad_rows)
+    with pa.ipc.new_file(str(scratch / FILE), SCHEMA) as stream:
+        while batch:
+            if source.kind.rows == "text":
+                documents = _encode_texts(tokenizer, batch)
+            else:
+                documents = _encode_labelled(tokenizer, template, bad, batch)
+            if documents:
+                splits, *columns = zip(*documents, strict=True)
+                columns = [[SPLITS.index(split) for split in splits], *columns]
+                stream.write_batch(pa.record_batch(columns, schema=SCHEMA))
+            elif source.bad_rows == "stop":
+                # a source whose every row is refused would take long
+                bad.report(name, "stop")
+            if bar is not None:
+                num_characters += sum(len(row.get("text") or str(row)) for _, _, row in batch)
+                total = max(num_bytes, num_characters) // 10**6 + 1
+                bar.update(task, completed=num_characters // 10**6, total=total)
+            batch = list(islice(rows, BATCH_ROWS))
+    bad.report(name, source.bad_rows)
 
 
 def _encode_texts(tokenizer: Tokenizer, batch: list[LocatedRow]) -> list[EncodedDocument]:

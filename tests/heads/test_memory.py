@@ -50,7 +50,7 @@ def check_memory(drafter: Drafter) -> None:
         counts = LENGTHS[index] if fresh else 1 + index % 3
         positions = starts[:, None] + torch.arange(int(counts.max()))
         following = tokens[index].gather(1, positions + 1)
-        return Committed(features.select_rows(index).gather(positions), following, counts)
+        return Committed(features.select(index).gather(positions), following, counts)
 
     def draft(rows: list[int], memory: Any, *, fresh: bool) -> Tensor:
         return drafted(drafter, committed(rows, fresh=fresh), memory)

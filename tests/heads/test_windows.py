@@ -144,7 +144,7 @@ def test_cache_is_cut_to_the_window_and_drafts_the_same(settings: dict, monkeypa
         positions = starts[:, None] + torch.arange(int(counts.max()))
         following = tokens[rows].gather(1, positions + 1)
         committed = Committed(
-            features.select_rows(torch.tensor(rows)).gather(positions), following, counts
+            features.select(torch.tensor(rows)).gather(positions), following, counts
         )
         cut, full = (drafted(head, committed, cache) for cache in memories)
         torch.testing.assert_close(cut, full, rtol=0, atol=1e-10)

@@ -37,8 +37,6 @@ class _NodeGroup:
     tail_slots: Int[Tensor, " tail"]
     """The slots of the row that they read after these; 0 if unused."""
     unused: Bool[Tensor, " tail"]
-    is_row: bool
-    """Whether these are all nodes of the row, in order, and none is repeated."""
 
 
 class ExactAttention:
@@ -57,7 +55,6 @@ class ExactAttention:
             for row, (length, visible) in enumerate(zip(lengths, ancestors.tolist(), strict=True))
             for group in _group_nodes(row, length, visible)
         ]
-        self._is_one_row = len(self._groups) == 1 and self._groups[0].is_row
         self._masks: dict[int, tuple[Tensor, list[tuple[Tensor, Tensor]]]] = {}
         """Masks, and the masks of both parts of each group: most layers share theirs."""
 
@@ -68,14 +65,9 @@ class ExactAttention:
         if id(mask) not in self._masks:
             group_masks = _split_mask(self._groups, mask, heads // inputs.key.shape[1])
             self._masks[id(mask)] = mask, group_masks
-        mixed_groups = [
-            _attend_group(group, inputs, masks)
-            for group, masks in zip(self._groups, self._masks[id(mask)][1], strict=True)
-        ]
-        if self._is_one_row:
-            return mixed_groups[0][None].contiguous()
         out = query.new_zeros(len(query), query.shape[2], heads, inputs.value.shape[-1])
-        for group, mixed in zip(self._groups, mixed_groups, strict=True):
+        for group, masks in zip(self._groups, self._masks[id(mask)][1], strict=True):
+            mixed = _attend_group(group, inputs, masks)
             out[group.row, group.nodes[: group.num_nodes]] = mixed[: group.num_nodes]
         return out
 
@@ -86,10 +78,7 @@ def _attend_group(
     """Return attention of the nodes of a group: (node, heads, width)."""
     _, query, key, value, _, scaling, _ = inputs
     row, num_shared, (heads, _, width) = group.row, group.num_shared, query.shape[1:]
-    queries = query[row]
-    if not group.is_row:
-        queries = queries.index_select(1, group.nodes)
-    queries = queries.reshape(1, key.shape[1], -1, width)
+    queries = query[row].index_select(1, group.nodes).reshape(1, key.shape[1], -1, width)
     keys, values = (states[row].index_select(1, group.tail_slots)[None] for states in (key, value))
     mixed, log_sum = _attend(queries, keys, values, masks[1], scaling)
     if num_shared:
@@ -162,7 +151,7 @@ def _group_nodes(row: int, length: int, visible: list[list[bool]]) -> list[_Node
             slots: dict[int, int] = {}
             _assign_slots(path, length - num_shared, slots)
             groups.append((num_shared, [node], slots))
-    return [_node_group(row, length, len(visible), *group) for group in groups]
+    return [_node_group(row, length, *group) for group in groups]
 
 
 def _assign_slots(path: list[int], first_slot: int, slots: dict[int, int]) -> bool:
@@ -182,12 +171,7 @@ def _assign_slots(path: list[int], first_slot: int, slots: dict[int, int]) -> bo
 
 
 def _node_group(
-    row: int,
-    length: int,
-    num_row_nodes: int,
-    num_shared: int,
-    nodes: list[int],
-    slots: dict[int, int],
+    row: int, length: int, num_shared: int, nodes: list[int], slots: dict[int, int]
 ) -> _NodeGroup:
     tail = -(-(max(slots.values()) + 1) // BLOCK) * BLOCK
     tail_slots = torch.zeros(tail, dtype=torch.long)
@@ -197,9 +181,8 @@ def _node_group(
     for node, slot in slots.items():
         tail_slots[slot] = length + node
         unused[slot] = False
-    padded = nodes + nodes[-1:] * (-len(nodes) % ROWS)
-    is_row = padded == list(range(num_row_nodes))
-    return _NodeGroup(row, torch.tensor(padded), len(nodes), num_shared, tail_slots, unused, is_row)
+    padded = torch.tensor(nodes + nodes[-1:] * (-len(nodes) % ROWS))
+    return _NodeGroup(row, padded, len(nodes), num_shared, tail_slots, unused)
 
 
 def _split_mask(
