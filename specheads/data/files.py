@@ -229,7 +229,7 @@ def _cut_passages(stream: Any) -> Iterator[str]:
 # rows
 
 
-def read_rows(files: Iterable[Path], bad: BadRows | None = None, column: str = "") -> Rows:
+def rows_of(files: Iterable[Path], bad: BadRows | None = None, column: str = "") -> Rows:
     """Yield the rows of JSON lines and tables; `column` is the only one of a table to read.
 
     The first bytes of a file decide its format. Lines that are no JSON object are added to `bad`.

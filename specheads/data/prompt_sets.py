@@ -9,7 +9,7 @@ from specheads.config.data import PATHLESS_SOURCES, SourceSettings
 from specheads.core.errors import InputError
 from specheads.core.files import local_path
 from specheads.data.bad_rows import BadRows, locate_errors
-from specheads.data.files import JSONL, TABLES, read_rows
+from specheads.data.files import JSONL, TABLES, rows_of
 from specheads.data.sources import HubDataset
 
 
@@ -71,7 +71,7 @@ def read_prompt_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         )
     for file in files:
         subset = _match_subset(file)
-        for location, row in read_rows([file]):
+        for location, row in rows_of([file]):
             yield location, _with_turns(row, location, subset[1] or "") if subset else row
 
 

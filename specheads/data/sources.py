@@ -115,7 +115,7 @@ class LocalFiles(CorpusSource):
         if self.settings.source == "text":
             return local.read_passages(self.files)
         column = self.settings.column if self.settings.kind.rows == "text" else ""
-        return local.read_rows(self.files, bad, column)
+        return local.rows_of(self.files, bad, column)
 
     def identity(self, seed: int) -> dict[str, Any]:
         """Return what decides the rows."""

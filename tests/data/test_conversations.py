@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from specheads.core.errors import InputError
 from specheads.data.conversations import conversation
-from specheads.data.files import read_rows
+from specheads.data.files import rows_of
 
 LOCATION = "line 7 of talks.jsonl"
 HI, HELLO = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}
@@ -170,7 +170,7 @@ def test_parquet_reads_as_json_lines_do(tmp_path, calls: list[dict[str, Any]], k
         answer = {"role": "assistant", "content": None, key: call}
         rows.append({"messages": [HI, answer, YES, HELLO], "tools": tools})
     Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-    table_rows = [row for _, row in read_rows([tmp_path / "a.parquet"])]
+    table_rows = [row for _, row in rows_of([tmp_path / "a.parquet"])]
     assert [conversation(row, "") for row in table_rows] == [conversation(row, "") for row in rows]
 
 
