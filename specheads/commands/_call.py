@@ -29,7 +29,7 @@ from specheads.config.commands import Train
 from specheads.config.validation import read_settings
 from specheads.core import ranges
 from specheads.core.errors import InputError, causes, first_line, printable
-from specheads.core.machine import num_cpus
+from specheads.core.limits import num_cpus
 from specheads.core.signals import (
     INTERRUPTED,
     exit_at_second_request,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from specheads.core import machine
+from specheads.core import limits
 
 GIB = 2**30
 V2 = {"memory.current": f"{GIB}", "memory.stat": f"anon 1\ninactive_file {GIB // 2}"}
@@ -61,8 +61,8 @@ def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             folder.mkdir(parents=True, exist_ok=True)
             for name, content in files.items():
                 (folder / name).write_text(content + "\n")
-        monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
-        monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "membership")
+        monkeypatch.setattr(limits, "CGROUPS", tmp_path / "cgroup")
+        monkeypatch.setattr(limits, "MEMBERSHIP", tmp_path / "membership")
 
     return write
 
@@ -72,25 +72,25 @@ def test_memory_is_limited_by_the_smallest_group(case: str, cgroups):
     membership, groups, sizes = MEMORY[case]
     cgroups(membership, groups)
     expected = tuple(float("inf") if size is None else size for size in sizes)
-    assert (machine.memory_limit(), machine.memory_left()) == expected
+    assert (limits.memory_limit(), limits.memory_left()) == expected
 
 
 @pytest.mark.parametrize("case", CPUS)
 def test_cpus_are_limited_by_the_quota(case: str, cgroups, monkeypatch: pytest.MonkeyPatch):
     membership, groups, count = CPUS[case]
     cgroups(membership, groups)
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)))
-    assert machine.num_cpus() == count
+    monkeypatch.setattr(limits.os, "sched_getaffinity", lambda _: set(range(64)))
+    assert limits.num_cpus() == count
 
 
 def test_cpus_are_those_of_the_affinity(cgroups, monkeypatch: pytest.MonkeyPatch):
     cgroups("", {})
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {3, 5, 7})
-    assert machine.num_cpus() == 3
+    monkeypatch.setattr(limits.os, "sched_getaffinity", lambda _: {3, 5, 7})
+    assert limits.num_cpus() == 3
 
 
 def test_address_space_is_limited_by_ulimit(cgroups, monkeypatch: pytest.MonkeyPatch):
     cgroups("", {})
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**50, 2**50))
-    assert machine.memory_limit() == 2**50
-    assert 0 < machine.memory_left() < 2**50
+    assert limits.memory_limit() == 2**50
+    assert 0 < limits.memory_left() < 2**50
