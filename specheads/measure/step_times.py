@@ -91,8 +91,12 @@ def time_steps(
                 states.append(state)
         # the order rotates, so that no method always follows the slowest one
         for i in [*range(turn % len(methods), len(methods)), *range(turn % len(methods))]:
-            steps = [_time_step(base, *methods[i], states[i]) for _ in range(BURST)]
-            times[i] += steps[1:]
+            drafter, tree = methods[i]
+            for step in range(BURST):
+                ledger = loop.StepLedger(base.device, synchronised=("draft", "host"))
+                loop.step(base, drafter, tree, accept.match_rule, states[i], ledger=ledger)
+                if step:
+                    times[i].append((sum(ledger.seconds.values()), ledger.seconds["draft"]))
     return [
         StepTime(
             batch=len(rows),
@@ -110,15 +114,6 @@ def time_steps(
 def tokens_after(depth: int) -> int:
     """Return the tokens after a context: a burst of steps with this depth, and a last tree."""
     return (BURST + 2) * (depth + 1)
-
-
-def _time_step(
-    base: FrozenBase, drafter: Drafter | None, tree: policies.TreePolicy, state: loop.DecodingState
-) -> tuple[float, float]:
-    """Return the seconds of one step, and those of its draft."""
-    ledger = loop.StepLedger(base.device, synchronised=("draft", "host"))
-    loop.step(base, drafter, tree, accept.match_rule, state, ledger=ledger)
-    return sum(ledger.seconds.values()), ledger.seconds["draft"]
 
 
 def trimmed_mean(seconds: Sequence[int | float]) -> float:

@@ -7,7 +7,7 @@ A chain may stop early, by a threshold on a probability that is learned from tra
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from math import prod
@@ -211,40 +211,26 @@ def match_rates(texts: Sequence[Sequence[LookupDraft]], size: int) -> list[Match
 # --- building trees ----------------------------------------------------------------------------
 
 
-def most_followed(
+def best_paths(
     shares: Mapping[RankPath, float], rates: Sequence[float], size: int, depth: int
 ) -> list[RankPath]:
-    """Return the paths that text follows most; unseen paths are ordered by rates of their ranks.
+    """Return the paths of the best tree of `size` nodes, root included.
 
-    Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3.
+    They are those that text follows most (Medusa); paths that no text follows are ordered as if the
+    guess of each rank were right at its rate after each node. Without shares all paths are: the
+    tree has as many expected tokens as that of Sequoia's dynamic programme.
+
+    Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3; Chen et al. 2024, arXiv:2402.12374,
+    section 4.1.
     """
-
-    def value(path: RankPath) -> float:
-        return shares.get(path, 0.0) + 1e-9 * prod(rates[rank] for rank in path)
-
-    return likeliest_paths(value, size, depth, len(rates))
-
-
-def sequoia(rates: Sequence[float], size: int, depth: int) -> list[RankPath]:
-    """Return the likeliest paths if the guess of each rank is right equally often after each node.
-
-    Sequoia's dynamic programme finds the same expected tokens per forward.
-
-    Source: Chen et al. 2024, arXiv:2402.12374, section 4.1.
-    """
-    return likeliest_paths(lambda path: prod(rates[rank] for rank in path), size, depth, len(rates))
-
-
-def likeliest_paths(
-    value: Callable[[RankPath], float], size: int, depth: int, width: int
-) -> list[RankPath]:
-    """Take the best path whose prefix was taken, until the tree has `size` nodes with the root."""
     pending: list[tuple[float, int, RankPath]] = []
     paths: list[RankPath] = [()]
+    # take the best path whose prefix was taken
     while len(paths) < size:
         if len(paths[-1]) < depth:
-            for longer in [(*paths[-1], rank) for rank in range(width)]:
-                heapq.heappush(pending, (-value(longer), len(longer), longer))
+            for path in [(*paths[-1], rank) for rank in range(len(rates))]:
+                value = shares.get(path, 0.0) + 1e-9 * prod(rates[rank] for rank in path)
+                heapq.heappush(pending, (-value, len(path), path))
         if not pending:
             break
         paths.append(heapq.heappop(pending)[2])
@@ -264,8 +250,8 @@ def candidate_trees(ranks: Sequence[Tensor], depth: int, max_nodes: int) -> list
     chains = [policies.chain(length) for length in range(1, min(depth, max_nodes - 1) + 1)]
     distinct = {chain.paths: chain for chain in chains}
     for size in [*(size for size in SIZES if size < max_nodes), max_nodes]:
-        for paths in most_followed(shares, rates, size, depth), sequoia(rates, size, depth):
-            tree = policies.Static(paths, "tree")
+        for weights in shares, {}:
+            tree = policies.Static(best_paths(weights, rates, size, depth), "tree")
             distinct.setdefault(tree.paths, tree)
     return [tree for tree in distinct.values() if tree.depth]
 

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from specheads.measure.tune_trees import most_followed, sequoia
+from specheads.measure.tune_trees import best_paths
 
 RATES = (0.6, 0.2, 0.1, 0.05)
 
@@ -39,7 +39,7 @@ def every_tree(size, depth, width):
      (16, 5, 3.2748), (64, 10, 4.420118)],
 )  # fmt: skip
 def test_values_are_those_of_sequoias_dynamic_programme(size, levels, value):
-    paths = sequoia(RATES, size, levels - 1)
+    paths = best_paths({}, RATES, size, levels - 1)
     assert len(paths) == size - 1
     assert is_closed(paths)
     assert expected_tokens(paths, RATES) == pytest.approx(value, abs=1e-6)
@@ -52,7 +52,7 @@ def test_best_tree_equals_exhaustive_search(size):
         # in any order
         rates = [generator.random() / width for _ in range(width)]
         trees = every_tree(size, depth, width)
-        paths = sequoia(rates, size, depth)
+        paths = best_paths({}, rates, size, depth)
         if trees:
             best = max(expected_tokens(tree, rates) for tree in trees)
             assert expected_tokens(paths, rates) == pytest.approx(best, rel=1e-12)
@@ -61,7 +61,7 @@ def test_best_tree_equals_exhaustive_search(size):
 
 def test_followed_paths_precede_rates():
     shares = {(0,): 0.5, (1,): 0.1, (1, 1): 0.09}
-    assert most_followed(shares, (0.6, 0.4), 4, 2) == [(0,), (1,), (1, 1)]
-    paths = most_followed(shares, (0.6, 0.4), 7, 2)
+    assert best_paths(shares, (0.6, 0.4), 4, 2) == [(0,), (1,), (1, 1)]
+    paths = best_paths(shares, (0.6, 0.4), 7, 2)
     assert is_closed(paths)
     assert len(paths) == 6

@@ -20,7 +20,7 @@ from specheads.measure.generation import (
 )
 from specheads.measure.offline import guess_ranks, measure_offline, replay
 from specheads.measure.online import measure_online
-from specheads.measure.tune_trees import most_followed
+from specheads.measure.tune_trees import best_paths
 from tests import tiny
 from tests.heads.test_heads import make
 from tests.measure.test_measure import Habit
@@ -260,6 +260,6 @@ def test_medusa_trees_have_their_published_length(nodes, length):
             for rank, chance in enumerate(row)
         }
         worth |= level
-    best = most_followed(worth, [0.0] * rates.shape[1], nodes + 1, 5)
+    best = best_paths(worth, [0.0] * rates.shape[1], nodes + 1, 5)
     assert len({*best}) == nodes
     assert 1.0 + sum(worth[path] for path in best) == pytest.approx(length, abs=1e-3)

@@ -181,7 +181,9 @@ class Static(TreePolicy):
         present = [torch.ones_like(root, dtype=torch.bool)]
         continues = present[0]
         for index, level in enumerate(levels):
-            best = _best(logits, level.width).flatten(1).index_select(1, level.guesses)
+            # argmax is much cheaper than topk
+            best = logits.topk(level.width).indices if level.width > 1 else likeliest(logits)
+            best = best.flatten(1).index_select(1, level.guesses)
             drafted.append(drafter.to_tokens(best))
             if self.confidence:
                 present.append(continues[:, level.parents])
@@ -303,13 +305,6 @@ def root_only(committed: Committed) -> TokenTree:
     root = committed.root()
     alone = torch.ones_like(root, dtype=torch.bool)[..., None]
     return TokenTree(root, torch.full_like(root, -1), alone)
-
-
-def _best(logits: Tensor, width: int) -> Tensor:
-    """Return the `width` best tokens, best first; for one, argmax is much cheaper than topk."""
-    if width == 1:
-        return likeliest(logits)[..., None]
-    return logits.topk(width, dim=-1).indices
 
 
 def chain(depth: int, confidence: float = 0.0) -> Static:

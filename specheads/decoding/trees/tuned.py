@@ -304,8 +304,8 @@ class Tuned:
         trees = [tree.policy() for tree in self.trees]
         if all(tree.shape() == self.trees[0].shape() for tree in self.trees):
             return trees[0]
-        return SwitchingPolicy("tuned", trees, self._nearest)
 
-    def _nearest(self, load: StepLoad) -> int:
-        """Return the index of the tree for the batch and the mean context."""
-        return self.trees.index(self.best(load.batch, load.mean_context))
+        def nearest(load: StepLoad) -> int:
+            return self.trees.index(self.best(load.batch, load.mean_context))
+
+        return SwitchingPolicy("tuned", trees, nearest)
