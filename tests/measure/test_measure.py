@@ -299,7 +299,7 @@ def longer() -> list[PromptSet]:
 def sections(tree: policies.TreePolicy) -> dict[str, Any]:
     """Return the sections of a measured head."""
     head, texts = Habit(0.5), prompts_and_texts(16)
-    generation = GenerationSettings(max_new_tokens=16, tree=tree, repeats=1, speed_prompts=2)
+    generation = GenerationSettings(max_new_tokens=16, tree=tree, repeats=1, speed_prompts=1)
     names = "online", "lossless", "degenerate"
     measured = zip(names, online.measure_online(tiny.base(), head, texts, generation), strict=True)
     return dict(measured) | {
