@@ -75,18 +75,6 @@ def test_byte_order_marks_blank_lines_and_line_ends_are_read(tmp_path: Path):
     assert [row["text"] for _, row in read_jsonl(file)] == ["a \U0001f600"]
 
 
-def test_json_list_of_rows_is_read(tmp_path: Path):
-    file = tmp_path / "a.json"
-    file.write_text("\n \n" + json.dumps([{"text": "a"}, {"text": "b"}], indent=2))
-    assert [row["text"] for _, row in read_jsonl(file)] == ["a", "b"]
-    file.write_text('[{"text": "a"}, "b"]')
-    with pytest.raises(InputError, match=r"row 2 of .* is a str"):
-        list(read_jsonl(file))
-    file.write_text('[{"text": "a"}')
-    with pytest.raises(InputError, match=r"one JSON list, and .*a.json is none after row 1"):
-        list(read_jsonl(file))
-
-
 @pytest.mark.parametrize("damage", ["truncated", "checksum", "garbage"])
 def test_damaged_gzip_is_refused(tmp_path: Path, damage: str):
     content = gzip.compress(ROW * 100)
