@@ -280,7 +280,7 @@ def test_speed_bench_folder_gives_categories_lengths_and_turns(chat_tokenizer, t
         (prompt.category, prompt.input_length) for prompt in prompt_set.prompts
     ) == sorted(expected)
     assert {prompt.text for prompt in prompt_set.prompts} >= {
-        "<user>qualitative roleplay<assistant>", "<user>throughput_8k mixed<assistant>",
+        "<user>qualitative roleplay<assistant>", "<user>throughput_16k mixed<assistant>",
     }  # fmt: skip
     turns = load_prompts(str(folder), chat_tokenizer, num_prompts=100, all_turns=True)
     assert len(turns.prompts) == len(expected) + 1

@@ -25,6 +25,7 @@ from specheads.data.conversations import conversation
 from specheads.data.masks import strip_spaces
 from specheads.decoding.generate import generate
 from specheads.training.distill.prompts import ConversationPrompts
+from tests.data.test_chat import label_texts
 
 BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 SPECIAL = (
@@ -321,10 +322,6 @@ def label_spans(sample: Sample) -> Iterator[tuple[int, int]]:
     pairs = enumerate(pairwise([False, *sample.loss_mask, False]))
     edges = [index for index, (before, after) in pairs if before != after]
     yield from zip(edges[::2], edges[1::2], strict=True)
-
-
-def label_texts(sample: Sample, reader: Any) -> list[str]:
-    return [reader.decode(sample.tokens[begin:stop]) for begin, stop in label_spans(sample)]
 
 
 def generated_texts(family: str, case: str, sizes: list[int]) -> list[str]:

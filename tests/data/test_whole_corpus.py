@@ -144,37 +144,29 @@ def test_compression_is_known_by_its_first_bytes(tmp_path: Path, compress, name:
     assert texts(text) == ["some text\r\n"]
 
 
-def arrow_stream(file: Path) -> None:
-    table = pa.Table.from_pylist(ROWS)
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-
-
-def arrow_file(file: Path) -> None:
-    table = pa.Table.from_pylist(ROWS)
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-
-
-def parquet_of_bytes(file: Path) -> None:
-    pq.write_table(pa.table({"text": [row["text"].encode() for row in ROWS]}), file)
-
-
-def parquet_of_dictionary(file: Path) -> None:
-    array = pa.array([row["text"] for row in ROWS]).dictionary_encode()
-    pq.write_table(pa.table({"text": array, "when": pa.array([0] * 8, pa.timestamp("s"))}), file)
+TABLE = pa.Table.from_pylist(ROWS)
+WITH_OTHER_TYPES = {
+    "text": TABLE["text"].dictionary_encode(),
+    "when": pa.array([0] * 8, pa.timestamp("s")),
+}
 
 
 @pytest.mark.parametrize(
-    "write", [arrow_stream, arrow_file, parquet_of_bytes, parquet_of_dictionary]
+    ("table", "format"),
+    [
+        (TABLE, pa.ipc.new_stream),
+        (TABLE, pa.ipc.new_file),
+        (pa.table({"text": TABLE["text"].cast(pa.binary())}), pq.ParquetWriter),
+        (pa.table(WITH_OTHER_TYPES), pq.ParquetWriter),
+    ],
 )
-@pytest.mark.parametrize("name", ["a.arrow", "a.jsonl", "a"])
-def test_table_is_known_by_its_first_bytes(tmp_path: Path, write, name: str):
-    write(tmp_path / "table")
-    if name.endswith(".arrow") and write.__name__.startswith("parquet"):
-        name = "a.parquet"
-    (tmp_path / "table").rename(tmp_path / name)
-    assert texts(jsonl(tmp_path / name)) == [row["text"] for row in ROWS]
+@pytest.mark.parametrize("name", ["a.table", "a.jsonl", "a"])
+def test_table_is_known_by_its_first_bytes(tmp_path: Path, table, format, name: str):
+    suffix = ".parquet" if format is pq.ParquetWriter else ".arrow"
+    file = tmp_path / name.replace(".table", suffix)
+    with format(str(file), table.schema) as writer:
+        writer.write_table(table)
+    assert texts(jsonl(file)) == [row["text"] for row in ROWS]
 
 
 def zip_archive(file: Path) -> None:
