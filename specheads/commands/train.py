@@ -40,7 +40,6 @@ from specheads.measure.evaluation import quality_windows
 from specheads.measure.results import Results, read_results
 from specheads.measure.summary import print_results
 from specheads.runs.directory import RunDirectory
-from specheads.runs.progress import stage_announcer
 from specheads.runs.trackers import Tracker, refuse_missing
 from specheads.training import trainer
 from specheads.training.batch_sizes import resolve_batch_sizes
@@ -98,7 +97,11 @@ def train(
     run_directory = RunDirectory(Path(settings.run_dir))
     accelerator = accelerator_of_environment(settings.base.dtype)
     resolve_batch_sizes(settings, accelerator, announce)
-    begin_stage = stage_announcer(_stage_names(settings), settings.minutes)
+    stages = _stage_names(settings)
+
+    def begin_stage(name: str) -> str:
+        return f"stage {stages.index(name) + 1} of {len(stages)}: {name}"
+
     with explain_lost_process():
         head, teacher = _train(settings, run_directory, accelerator, base, announce, begin_stage)
     if not accelerator.is_main_process:
@@ -146,7 +149,8 @@ def _train(
 ) -> tuple[Head, BaseEnds]:
     """Run every phase; return the head, and the base as loaded, without a trained adapter.
 
-    Settings that would fail later raise before anything is written; see `stage_announcer`.
+    Settings that would fail later raise before anything is written. `begin_stage` begins a stage by
+    its name and returns a line for people.
     """
     is_main, seed = accelerator.is_main_process, settings.seed
     base = _load_checked_base(settings, run_directory, accelerator, loaded_base)

@@ -75,9 +75,6 @@ class Train(HasSeed):
     """Steps between two checkpoints. Zero writes one at the end of each phase only."""
     evaluate_after: Annotated[bool, Resumable()] = True
     """Evaluate the head after training."""
-    minutes: Annotated[dict[str, PositiveFloat], Resumable()] = field(default_factory=dict)
-    """Minutes that each stage of a recipe took where it was measured: `text of PHASE`, `PHASE` and
-    `evaluation`. They are printed as the time left, scaled by the stages that are over."""
     dry_run: Annotated[bool, Resumable()] = False
     """Print the settings and the plan, and stop."""
     preview: NonNegativeInt = 0

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from threading import RLock
@@ -97,13 +98,20 @@ def register() -> None:
         "recipes", lambda inner: str(data_dir("recipes") / inner), replace=True
     )
     for name, path in recipes().items():
-        try:
-            node = OmegaConf.load(path)
-        except (OSError, UnicodeDecodeError, YAMLError) as error:
-            raise InputError(
-                f"a recipe must be a YAML file, and {path} is not; fix it, or move its folder away"
-            ) from error
+        node = _load_recipe(path, path.stat().st_mtime_ns)
         store.store(group="recipe", name=name, node=node, package="_global_", provider=str(path))
+
+
+@cache
+def _load_recipe(path: Path, changed: int) -> Any:
+    """Return a recipe's settings; `changed` is the time of its last change."""
+    del changed
+    try:
+        return OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        raise InputError(
+            f"a recipe must be a YAML file, and {path} is not; fix it, or move its folder away"
+        ) from error
 
 
 def recipes() -> dict[str, Path]:

@@ -234,6 +234,7 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 def _renamed(settings: dict[str, Any], resumes: bool) -> dict[str, Any]:
     """Return the settings of an older run with the names of today."""
+    settings.pop("minutes", None)
     cache_settings, features = settings.pop("feature_cache", {}), settings.get("features", {})
     if cache_settings.get("gib"):
         features |= {"source": "cache", "max_gib": cache_settings["gib"]}

@@ -1,11 +1,9 @@
 """Progress on standard error: a bar on a terminal, elsewhere a line every 30 seconds."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -65,33 +63,6 @@ def progress_line(task: Any) -> str:
     if (remaining := task.time_remaining) is not None:
         fields.append(f"{timedelta(seconds=remaining)} left")
     return "  ".join([*fields, *filter(None, [task.fields["numbers"]])])
-
-
-def stage_announcer(names: Sequence[str], minutes: Mapping[str, float]) -> Callable[[str], str]:
-    """Return a function that begins a stage and returns a line for people, with the time left.
-
-    The time left is that of `minutes`, scaled by the time that the finished stages took. A stage
-    without minutes counts nothing, and without any minutes the line has no time.
-    """
-    starts: list[tuple[str, float]] = []
-
-    def begin(name: str) -> str:
-        starts.append((name, time.monotonic()))
-        index = names.index(name)
-        text = f"stage {index + 1} of {len(names)}: {name}"
-        if not minutes:
-            return text
-        times = [
-            (60 * minutes.get(stage, 0), end - start)
-            for (stage, start), (_, end) in pairwise(starts)
-        ]
-        # a run that resumes passes through its finished stages
-        times = [(planned, actual) for planned, actual in times if actual > planned / 5 > 0]
-        planned, actual = map(sum, zip(*times, strict=True)) if times else (1, 1)
-        remaining = sum(minutes.get(stage, 0) for stage in names[index:]) * actual / planned
-        return f"{text}, about {remaining:.0f} minutes left in all"
-
-    return begin
 
 
 def progress_bar(items: Sequence[Item], label: str, shown: bool) -> Iterator[Item]:

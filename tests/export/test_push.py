@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import hydra
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -65,10 +64,8 @@ def trained_run(
 ) -> RunDirectory:
     """Return a finished and evaluated run of a Medusa head."""
     run = RunDirectory(tmp_path_factory.mktemp("work") / "run")
-    compose.register()
-    with hydra.initialize_config_dir(str(data_dir("configs")), version_base="1.3"):
-        overrides = ["recipe=smoke", f"base.model={base_folder}", f"run_dir={run.path}"]
-        settings = OmegaConf.to_object(hydra.compose("train", overrides))
+    overrides = ["recipe=smoke", f"base.model={base_folder}", f"run_dir={run.path}"]
+    settings = compose.settings_of("train", overrides)
     run.begin(compose.as_yaml(settings), {"base_fingerprint": base.fingerprint})
     run.end(build_for_base({"kind": "medusa", "depth": 3}, base))
     rows = [{"step": 6, "phase": "corpus", "tokens": 1536}]

@@ -106,7 +106,7 @@ def test_settings_of_a_run_are_read_back_typed(tmp_path: Path):
 
 RESUMABLE = """
     name run_dir tree tracker evaluation evaluate_after log_every checkpoint_every validation
-    minutes base.device base.compile base.exact dry_run features.source features.url features.folder
+    base.device base.compile base.exact dry_run features.source features.url features.folder
     features.concurrency features.timeout_seconds features.patience_seconds features.max_gib
     schedule.phases.*.accumulation_steps schedule.phases.*.distill.folder
     schedule.phases.*.distill.engine schedule.phases.*.distill.batch_size

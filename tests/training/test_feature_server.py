@@ -102,7 +102,14 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return read_metrics(folder / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("kind", kinds())
+NEAREST = ("redrafter", "eagle3", "dflash")
+"""Heads that read the last layer, several layers, and blocks; the others are like one of them."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in NEAREST else pytest.mark.slow) for kind in kinds()],
+)
 def test_losses_equal_those_of_a_local_base(kind: str, bases: Any, tmp_path: Path):
     base, ends = bases
     head = head_of(kind, ends)
