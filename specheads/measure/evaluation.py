@@ -203,8 +203,10 @@ def evaluation_settings(
     tree, sampling = generation.tree_of(head), generation.sampling
     head_tree = remove_lookup(tree)
     is_static = isinstance(head_tree, policies.Static)
+    # an evaluation samples without the processors of a request
+    names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"
     return results.EvaluationSettings(
-        **asdict(sampling),
+        **{name: getattr(sampling, name) for name in names},
         max_new_tokens=generation.max_new_tokens,
         batch_size=generation.batch_size,
         acceptance=generation.acceptance,
