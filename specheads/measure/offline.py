@@ -34,8 +34,6 @@ TOP = 5
 """The top-k accuracy has k = 1..TOP."""
 CHUNK = 512
 """Positions whose logits are in memory at one time."""
-RankPath = tuple[int, ...]
-"""Ranks of drafts, from the root down."""
 
 
 def offline_logits(

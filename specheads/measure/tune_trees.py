@@ -34,10 +34,11 @@ from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import MAX_NGRAM
 from specheads.decoding.sampling import expand_sampling
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.policies import RankPath
 from specheads.decoding.trees.tuned import MatchRates
 from specheads.measure.counts import DepthCounts, number_sources
 from specheads.measure.generation import GenerationSettings, continue_prompts
-from specheads.measure.offline import LookupDraft, RankPath, draft_states, guess_ranks, replay
+from specheads.measure.offline import LookupDraft, draft_states, guess_ranks, replay
 from specheads.runs.progress import progress_bar
 
 WIDTH = 8

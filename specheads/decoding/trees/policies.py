@@ -78,6 +78,7 @@ class TreePolicy:
 
 
 RankPath = tuple[int, ...]
+"""Ranks of drafts, from the root down."""
 
 
 class StaticLevel(NamedTuple):
