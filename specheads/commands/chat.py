@@ -31,6 +31,7 @@ from specheads.decoding.engine import Engine, default_tree
 from specheads.decoding.loop import BASE_ORIGIN, Origin, step_origins
 from specheads.decoding.request import Request
 from specheads.decoding.sampling import Sampling
+from specheads.decoding.suffix_decoding import SuffixAutomaton
 from specheads.decoding.trees.policies import TreePolicy
 from specheads.decoding.trees.tuned import fixed_policy
 
@@ -49,6 +50,7 @@ def run(settings: Chat) -> None:
     if settings.side_by_side:
         make_exact(base.forwards)
     tree = fixed_policy(settings.tree, head.depth)
+    memory = SuffixAutomaton()
     dialogue = Dialogue(tokenizer, settings.system)
     console = Console(highlight=False, markup=False)
     limit, sampling = settings.max_new_tokens, Sampling.of(settings, settings.seed)
@@ -61,7 +63,7 @@ def run(settings: Chat) -> None:
             turn_sampling = replace(sampling, seed=sampling.seed + turn)
             try:
                 prompt = dialogue.prompt_for(text)
-                answer = ChatAnswer(base, prompt, head, tree, limit, turn_sampling)
+                answer = ChatAnswer(base, prompt, head, tree, limit, turn_sampling, memory)
             except InputError as error:
                 sys.stderr.write(f"error: {error}\n")
                 continue
@@ -121,6 +123,7 @@ class ChatAnswer:
         tree: TreePolicy | None,
         max_new_tokens: int,
         sampling: Sampling,
+        memory: SuffixAutomaton | None = None,
     ) -> None:
         if len(prompt) >= base.max_length:
             raise InputError(
@@ -128,7 +131,9 @@ class ChatAnswer:
                 f"{len(prompt)}; type /reset"
             )
         length = min(len(prompt) + max_new_tokens, base.max_length)
-        self._engine = Engine(base, drafter, tree=tree, max_batch=1, max_length=length)
+        self._engine = Engine(
+            base, drafter, tree=tree, max_batch=1, max_length=length, memory=memory
+        )
         self.stream = self._engine.submit(
             Request(prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling)
         )

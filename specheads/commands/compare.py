@@ -21,7 +21,7 @@ from specheads.commands.evaluate import (
     generation_settings,
     shortage_note,
 )
-from specheads.config.commands import DRAFTERS, WITH_DRAFT_MODEL, Compare
+from specheads.config.commands import DRAFTERS, HYBRIDS, WITH_DRAFT_MODEL, Compare
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import dumps, writable_folder, write_atomic
@@ -85,7 +85,7 @@ def compare(
             settings, evaluation=replace(evaluation, acceptance="match", **condition)
         )
         generation, trees = generation_settings(condition_settings, prompts), {}
-        if {"head", "hybrid"} & {*names}:
+        if {"head", *HYBRIDS} & {*names}:
             policies = {
                 name: choose_policy(base, heads[name], condition_settings, prompts, generation)
                 for name in heads

@@ -39,9 +39,11 @@ from specheads.core.ranges import (
 )
 
 DRAFTERS = (
-    *("head", "prompt_lookup", "hybrid", "streaming", "draft_model"),
+    *("head", "prompt_lookup", "hybrid", "suffix", "suffix_hybrid", "streaming", "draft_model"),
     *("transformers", "transformers_lookup", "transformers_assisted"),
 )
+HYBRIDS = ("hybrid", "suffix_hybrid")
+"""Drafters that add copied text to the tree of each head."""
 WITH_DRAFT_MODEL = ("draft_model", "transformers_assisted")
 """Drafters that need a draft model."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specheads.decoding.calibration import Curve
 from specheads.decoding.cost import FollowedCost, StepCost
-from specheads.decoding.prompt_lookup import common_prefix_length
+from specheads.decoding.suffix_decoding import common_prefix_length
 
 RETRY = 32
 """Steps without a draft after which the first level is drafted again."""

@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import mul
 
 from specheads.core.ranges import NonNegativeFloat, PositiveInt
-from specheads.decoding.prompt_lookup import LookupText, common_prefix_length
+from specheads.decoding.suffix_decoding import LookupText, common_prefix_length
 
 RECENT, PRIOR = 0.03, 0.001
 """Weights of the last step and of the measured cost in `FollowedCost`."""

@@ -19,6 +19,7 @@ from specheads.decoding.detokenize import TextStream
 from specheads.decoding.loop import NO_LEDGER, DecodingState, DecodingStep, StepLedger, start, step
 from specheads.decoding.processors import largest_token
 from specheads.decoding.request import Request, group_by_length, split_stop
+from specheads.decoding.suffix_decoding import SuffixAutomaton
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import Tuned
 
@@ -188,6 +189,8 @@ class Engine:
         pool: Blocks for keys and values, for this engine only; None uses contiguous rows. A request
             waits until the pool has all blocks that it may need.
         ledger: Adds up the seconds of the parts of all steps: see `StepLedger`.
+        memory: Text of earlier requests, which trees with copied text may copy too; requests of
+            this engine are added. None copies from a request's own text only.
 
     Raises:
         ValueError: The drafter cannot draft the tree, a setting is out of range, or the head's
@@ -206,6 +209,7 @@ class Engine:
         pool: BlockPool | None = None,
         coupled: bool = True,
         ledger: StepLedger = NO_LEDGER,
+        memory: SuffixAutomaton | None = None,
     ) -> None:
         weight = next(drafter.parameters(), None) if isinstance(drafter, Head) else None
         if weight is not None and (weight.dtype, weight.device) != (base.dtype, base.device):
@@ -213,7 +217,7 @@ class Engine:
                 f"a head needs its base's dtype and device: {weight.dtype} on {weight.device} for "
                 f"a base in {base.dtype} on {base.device}; load it with load_head(path, base)"
             )
-        self.base, self.pool, self.ledger = base, pool, ledger
+        self.base, self.pool, self.ledger, self.memory = base, pool, ledger, memory
         self.max_batch = require_integer(max_batch, "max_batch", 1)
         self.acceptance = accept.acceptance_rule(acceptance)
         self.drafter, self.tree = resolve_tree(drafter, tree, base)
@@ -351,6 +355,7 @@ class Engine:
                 cache,
                 self.coupled,
                 [sorted(stream.eos_ids) for stream in streams],
+                self.memory,
             )
             for stream, token, text in zip(streams, first, state.texts, strict=True):
                 stream.append_tokens([token])

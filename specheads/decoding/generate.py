@@ -13,6 +13,7 @@ from specheads.decoding.engine import Engine
 from specheads.decoding.loop import NO_LEDGER, DecodingStep, StepLedger
 from specheads.decoding.request import Request, token_ids
 from specheads.decoding.sampling import Sampling, expand_sampling
+from specheads.decoding.suffix_decoding import SuffixAutomaton
 from specheads.decoding.trees import policies
 
 
@@ -43,6 +44,7 @@ def generate(
     pool: BlockPool | None = None,
     coupled: bool = True,
     ledger: StepLedger = NO_LEDGER,
+    memory: SuffixAutomaton | None = None,
 ) -> Decoding:
     """Decode prompts with speculative decoding: several tokens per base forward.
 
@@ -68,6 +70,7 @@ def generate(
         coupled: Whether drafts see the noise that the base samples with, which depends on seed and
             position. More drafts are accepted above temperature zero; the output is the same.
         ledger: Adds up the seconds of the parts of all steps: see `StepLedger`.
+        memory: As for `Engine`: text of earlier requests to copy from.
 
     Raises:
         ValueError: A prompt is no token ids or too long for the context, the pool or the memory, or
@@ -94,6 +97,7 @@ def generate(
         pool=pool,
         coupled=coupled,
         ledger=ledger,
+        memory=memory,
     )
     limits: Any = {"max_new_tokens": max_new_tokens, "eos_ids": eos_ids if stop_at_eos else ()}
     streams = [

@@ -15,7 +15,7 @@ from specheads.decoding.cost import (
     StepLoad,
     expected_tokens,
 )
-from specheads.decoding.prompt_lookup import LookupText
+from specheads.decoding.suffix_decoding import LookupText
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.tuned import SwitchingPolicy, Tuned

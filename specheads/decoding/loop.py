@@ -21,8 +21,8 @@ from specheads.core.machine import synchronise
 from specheads.core.tree import TokenTree
 from specheads.decoding.accept import AcceptanceRule, Verdict
 from specheads.decoding.processors import build_processors
-from specheads.decoding.prompt_lookup import LookupText
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
+from specheads.decoding.suffix_decoding import LookupText, SuffixAutomaton
 from specheads.decoding.trees.policies import TreePolicy, root_only
 
 
@@ -221,18 +221,19 @@ def start(
     cache: RowCache | None = None,
     coupled: bool = True,
     eos_ids: Sequence[Sequence[int]] = (),
+    memory: SuffixAutomaton | None = None,
 ) -> tuple[DecodingState, list[int]]:
     """Read the prompts with base and drafter; return the state and each row's first token.
 
     A row has at most `capacity` tokens, with the nodes of its last tree. By default rows are greedy
-    and their cache is contiguous. `eos_ids` are those of each row. Raises PoolFullError if the
-    cache's pool cannot hold the prompts.
+    and their cache is contiguous. `eos_ids` are those of each row; `memory` is that of
+    `Engine`. Raises PoolFullError if the cache's pool cannot hold the prompts.
     """
     batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
     padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
     padded = padded.to(base.device)
     cache = base.cache(batch, capacity) if cache is None else cache
-    memory = drafter.memory(batch, capacity) if drafter else None
+    head_memory = drafter.memory(batch, capacity) if drafter else None
     aux_layers = drafter.aux_layers if drafter else ()
     logits, features = base.prefill(padded, cache, lengths, aux_layers)
     counts = upload(lengths, base.device)
@@ -248,17 +249,18 @@ def start(
     first = state.choose(root, logits[:, None], root.ancestors())
     state.advance(first, counts)
     roots = first[:, 0].tolist()
-    texts = [LookupText([*prompt, root]) for prompt, root in zip(prompts, roots, strict=True)]
+    pairs = zip(prompts, roots, strict=True)
+    texts = [LookupText([*prompt, root], memory) for prompt, root in pairs]
     next_tokens = padded.roll(-1, dims=1).scatter(1, counts[:, None] - 1, first)
     committed = Committed(features, next_tokens, counts)
-    if drafter is None or memory is None:
+    if drafter is None or head_memory is None:
         committed = committed.last_positions()
     elif min(lengths) > 1:
         # all but the last position are read, so that rows that join are not wider than others
         with without_cudnn_attention(base.device):
-            drafter.store_committed(replace(committed, counts=counts - 1), memory)
+            drafter.store_committed(replace(committed, counts=counts - 1), head_memory)
         committed = committed.last_positions()
-    return DecodingState(cache, committed, memory, state, texts), roots
+    return DecodingState(cache, committed, head_memory, state, texts), roots
 
 
 class Origin(NamedTuple):

@@ -33,6 +33,7 @@ from specheads.decoding.engine import Engine, Stream
 from specheads.decoding.generate import generate
 from specheads.decoding.request import Request
 from specheads.decoding.sampling import Sampling, expand_sampling
+from specheads.decoding.suffix_decoding import SuffixAutomaton
 from specheads.decoding.trees import policies
 from specheads.heads.load import fit_to_base, load_head
 
@@ -47,6 +48,7 @@ def custom_generate(
     tree: policies.TreePolicy | None = None,
     acceptance: str | accept.AcceptanceRule = "match",
     coupled: bool = True,
+    memory: SuffixAutomaton | None = None,
     force: bool = False,
 ) -> Callable[..., Generated]:
     """Return a function for `model.generate(..., custom_generate=...)`.
@@ -60,6 +62,7 @@ def custom_generate(
         tree: As for `specheads.generate`; None is the tuned tree of the head, or a chain.
         acceptance: As for `specheads.generate`.
         coupled: As for `specheads.generate`.
+        memory: As for `specheads.generate`: answers so far to copy from, shared by all calls.
         force: Accept a head that was trained on other weights.
     """
 
@@ -90,7 +93,7 @@ def custom_generate(
                 fit_to_base(head, base, force=force)
         rows = zip(input_ids.tolist(), padding.tolist(), strict=True)
         prompts = [row[num_padding:] for row, num_padding in rows]
-        how: Any = {"tree": tree, "acceptance": acceptance, "coupled": coupled}
+        how: Any = {"tree": tree, "acceptance": acceptance, "coupled": coupled, "memory": memory}
         ends: Any = {"max_new_tokens": limit, "eos_ids": eos_ids}
         if criteria or streamer:
             (prompt,), (settings,) = prompts, expand_sampling(sampling, 1)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from specheads.base.loading import without_generation_config
 from specheads.base.model import FrozenBase
+from specheads.config.commands import HYBRIDS
 from specheads.core.drafter import Drafter, Head
 from specheads.core.machine import synchronise
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.sampling import expand_sampling
+from specheads.decoding.suffix_decoding import LookupText, SuffixAutomaton
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.measure.counts import DepthCounts, paired_gain
@@ -35,7 +38,7 @@ from specheads.measure.speed import Timing, paired_speed, summarise, time_genera
 from specheads.measure.summary import ConsoleTable, divergence_note, with_interval
 
 COPIED_TOKENS = 10
-"""Tokens that prompt lookup copies at most, alone and in the tree of the hybrid."""
+"""Tokens that are copied at most, alone and in the tree of a hybrid."""
 SINKS = 4
 """First tokens of a text that streaming attends to."""
 WINDOW = 60
@@ -65,6 +68,32 @@ class DraftMethod:
         return time_generate(base, self.drafter, prompts, replace(generation, tree=self.tree))
 
 
+@dataclass(frozen=True, slots=True)
+class SuffixMethod(DraftMethod):
+    """A method that also copies from prompts and answers before the one it decodes."""
+
+    decoded: list[list[int]] = field(default_factory=list)
+    """Each prompt with its answer, in order."""
+
+    def decode(
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
+    ) -> list[DecodedPrompt]:
+        """Decode every prompt, and count its forwards, with those before it in memory."""
+        out = DraftMethod.decode(self, base, prompts, replace(generation, memory=SuffixAutomaton()))
+        pairs = zip(prompts, out, strict=True)
+        self.decoded[:] = [prompt + answer.tokens for prompt, answer in pairs]
+        return out
+
+    def time(
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
+    ) -> Timing:
+        """Time prompts with the same memory: a repetition must not know their answers."""
+        memory, first = SuffixAutomaton(), prompts[0]
+        for text in takewhile(lambda text: text[: len(first)] != first, self.decoded):
+            LookupText(text, memory).find(1)
+        return DraftMethod.time(self, base, prompts, replace(generation, memory=memory))
+
+
 def make_methods(
     names: Sequence[str],
     base: FrozenBase,
@@ -72,13 +101,14 @@ def make_methods(
     trees: Mapping[str, policies.TreePolicy],
     draft_model: FrozenBase | None = None,
 ) -> "dict[str, Method]":
-    """Return the methods with these names; `head` and `hybrid` give one for each head.
+    """Return the methods with these names; `head` and both hybrids give one for each head.
 
     A single head is called `head`. `trees` are the heads' own, without prompt-lookup tokens.
     """
     chain = policies.chain(DRAFT_DEPTH)
     untrained: dict[str, Callable[[], Method]] = {
         "prompt_lookup": lambda: DraftMethod(None, lookup_tree(COPIED_TOKENS)),
+        "suffix": lambda: SuffixMethod(None, lookup_tree(COPIED_TOKENS)),
         "streaming": lambda: DraftMethod(
             Streaming(base, DRAFT_DEPTH, sinks=SINKS, window=WINDOW), chain
         ),
@@ -94,10 +124,11 @@ def make_methods(
     for name in names:
         if name == "head":
             methods |= {label: DraftMethod(head, trees[label]) for label, head in heads.items()}
-        elif name == "hybrid":
+        elif name in HYBRIDS:
+            kind = DraftMethod if name == "hybrid" else SuffixMethod
             for label, head in heads.items():
-                hybrid = "hybrid" if label == "head" else f"{label}_hybrid"
-                methods[hybrid] = DraftMethod(head, HybridTree(trees[label], COPIED_TOKENS))
+                hybrid = name if label == "head" else f"{label}_{name}"
+                methods[hybrid] = kind(head, HybridTree(trees[label], COPIED_TOKENS))
         else:
             methods[name] = untrained[name]()
     return methods

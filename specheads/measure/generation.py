@@ -12,6 +12,7 @@ from specheads.decoding.detokenize import token_text
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.loop import NO_LEDGER, DecodingStep, StepLedger
 from specheads.decoding.sampling import GREEDY, Sampling, expand_sampling
+from specheads.decoding.suffix_decoding import SuffixAutomaton
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
 from specheads.measure.results import DecodedText, TextStep
@@ -45,6 +46,8 @@ class GenerationSettings:
     """How many of the prompts are timed; zero measures no speed."""
     ledger: bool = False
     """Whether to measure the seconds of the parts of a step, on the timed prompts."""
+    memory: SuffixAutomaton | None = None
+    """Text of earlier prompts and answers, to copy from: see `Engine`."""
     progress: bool = False
     """Whether to show a progress bar."""
     sources: tuple[str, ...] = ()
@@ -89,6 +92,7 @@ def decode_batch(
         stop_at_eos=generation.stop_at_eos,
         coupled=generation.coupled,
         ledger=ledger,
+        memory=generation.memory,
     )
 
 

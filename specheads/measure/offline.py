@@ -20,8 +20,8 @@ from torch import Tensor
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
-from specheads.decoding.prompt_lookup import LookupText, common_prefix_length
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, expand_sampling, with_noise
+from specheads.decoding.suffix_decoding import LookupText, common_prefix_length
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.tuned import fixed_tree

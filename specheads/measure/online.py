@@ -16,8 +16,8 @@ from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import make_exact
 from specheads.core.drafter import Drafter
 from specheads.core.machine import dtype_name
-from specheads.decoding.prompt_lookup import common_prefix_length
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, expand_sampling
+from specheads.decoding.suffix_decoding import common_prefix_length
 from specheads.measure.counts import (
     DepthCounts,
     compute_rate,

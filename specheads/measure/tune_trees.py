@@ -31,8 +31,8 @@ from specheads.decoding.calibration import (
     logistic_regression,
 )
 from specheads.decoding.cost import StepCost
-from specheads.decoding.prompt_lookup import MAX_NGRAM
 from specheads.decoding.sampling import expand_sampling
+from specheads.decoding.suffix_decoding import MAX_MATCH
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.policies import RankPath
 from specheads.decoding.trees.tuned import MatchRates
@@ -188,7 +188,7 @@ def match_rates(texts: Sequence[Sequence[LookupDraft]], size: int) -> list[Match
 
     The positions are the steps of a loop that copies `size` tokens and skips what it accepts.
     """
-    num_steps, counts = 0, [DepthCounts.zeros(size) for _ in range(MAX_NGRAM)]
+    num_steps, counts = 0, [DepthCounts.zeros(size) for _ in range(MAX_MATCH)]
     for drafts in texts:
         root = 0
         while root < len(drafts):

@@ -252,7 +252,7 @@ def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(
     (condition,) = found["conditions"]
     drafters = condition["drafters"]
     assert [*drafters] == [
-        "head", "prompt_lookup", "hybrid", "streaming", "draft_model",
+        "head", "prompt_lookup", "hybrid", "suffix", "suffix_hybrid", "streaming", "draft_model",
         "transformers", "transformers_lookup", "transformers_assisted",
     ]  # fmt: skip
     assert {*condition["ranking"]} == {*drafters}

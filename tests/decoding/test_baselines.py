@@ -13,9 +13,15 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
+from specheads.decoding import suffix_decoding
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.generate import generate
-from specheads.decoding.prompt_lookup import MAX_NGRAM, LookupText
+from specheads.decoding.suffix_decoding import (
+    MAX_MATCH,
+    MIN_PROBABILITY,
+    LookupText,
+    SuffixAutomaton,
+)
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, join_copied, lookup_tree
 from tests import tiny
@@ -69,27 +75,81 @@ def test_every_baseline_decodes_the_base_s_text(architecture, name):
 # --- prompt lookup -----------------------------------------------------------------------------
 
 
-def naive(text: list[int], copied: int) -> tuple[int, list[int]]:
-    """Return the same by loops over n-grams and places."""
-    for length in range(min(MAX_NGRAM, len(text) - 1), 0, -1):
-        suffix = text[-length:]
-        ends = [end for end in range(length, len(text)) if text[end - length : end] == suffix]
-        if ends:
-            best = max(ends, key=lambda end: (min(len(text) - end, copied), end))
-            return length, text[best : best + copied]
-    return 0, []
+Read = list[tuple[int, int]]
+"""A text, each token with the time at which it was read."""
+
+
+def followers(texts: list[Read], suffix: list[int]) -> dict[int, list[int]]:
+    """Return the tokens that follow a suffix anywhere, each with the times of its places."""
+    times: dict[int, list[int]] = {}
+    for text in texts:
+        tokens = [token for token, _ in text]
+        for end in range(len(suffix), len(text)):
+            if tokens[end - len(suffix) : end] == suffix:
+                token, time = text[end]
+                times.setdefault(token, []).append(time)
+    return times
+
+
+def naive(texts: list[Read], text: Read, copied: int) -> tuple[int, list[int]]:
+    """Return the match and the copy by loops over suffixes and places."""
+    suffix, copy, probability, match = [token for token, _ in text], [], 1.0, 0
+    while len(copy) < copied:
+        while suffix and not followers(texts, suffix):
+            suffix = suffix[1:]
+        times = followers(texts, suffix)
+        match = match or len(suffix)
+        if not suffix:
+            break
+        token = max(times, key=lambda token: (len(times[token]), max(times[token])))
+        probability *= len(times[token]) / sum(map(len, times.values()))
+        if probability < MIN_PROBABILITY:
+            break
+        copy.append(token)
+        suffix = [*suffix, token]
+    return (min(match, MAX_MATCH), copy) if copy else (0, [])
 
 
 @given(
-    text=st.lists(st.integers(0, 3), max_size=40),
-    length=st.integers(0, 40),
+    tokens=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=30),
     copied=st.integers(1, 8),
+    shared=st.booleans(),
 )
-def test_prompt_lookup_equals_a_search_by_loops(text: list[int], length: int, copied: int):
-    lookup = LookupText(text[:length])
-    assert lookup.find(copied) == naive(text[:length], copied)
-    lookup.extend(text[length:])
-    assert lookup.find(copied) == naive(text, copied)
+def test_suffix_decoding_equals_a_search_by_loops(
+    tokens: list[tuple[int, int]], copied: int, shared: bool
+):
+    memory = SuffixAutomaton() if shared else None
+    # three texts grow in turns, as the rows of a batch do
+    lookups, texts = [LookupText((), memory) for _ in range(3)], [[], [], []]
+    for time, (row, token) in enumerate(tokens):
+        lookups[row].extend([token])
+        texts[row].append((token, time))
+        expected = naive(texts if shared else [texts[row]], texts[row], copied)
+        assert lookups[row].find(copied) == expected
+
+
+def test_memory_that_is_full_starts_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(suffix_decoding, "MAX_TOKENS", 12)
+    memory = SuffixAutomaton()
+    first, second = LookupText([1, 2, 3, 4, 5, 6], memory), LookupText([7, 2, 3], memory)
+    assert first.find(2) == (0, [])
+    assert second.find(2) == (2, [4, 5])
+    first.extend([9] * 6)
+    # the next search forgets both texts and reads its own
+    assert first.find(1) == (3, [9])
+    assert second.find(2) == (0, [])
+    assert memory.num_resets == 1
+
+
+def test_answers_so_far_are_copied_in_the_next_request():
+    base, prompt, memory = tiny.base(), tiny.prompts()[0], SuffixAutomaton()
+    outs = [
+        generate(base, None, [prompt], max_new_tokens=20, tree=lookup_tree(4), memory=memory)
+        for _ in range(2)
+    ]
+    assert outs[0].tokens == outs[1].tokens
+    # the second time every token is known, so each step accepts four
+    assert outs[1].forwards == [4] < outs[0].forwards
 
 
 def test_a_step_of_prompt_lookup_drafts_the_longest_match_alone():

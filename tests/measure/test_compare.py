@@ -79,6 +79,20 @@ def test_methods_get_the_same_prompts_and_write_the_same_text():
     assert table.rows[-1][0] == "base alone"
 
 
+def test_suffix_decoding_is_counted_and_timed_with_the_prompts_before_and_not_with_its_answers():
+    base, texts = tiny.base(), base_texts(20)
+    twice = [texts.prompts[0], texts.prompts[1], texts.prompts[0]]
+    generation = GenerationSettings(max_new_tokens=20, repeats=1)
+    method = make_methods(["suffix"], base, {}, {})["suffix"]
+    counts = [text.counts.forwards for text in method.decode(base, twice, generation)]
+    lookup = make_methods(["prompt_lookup"], base, {}, {})["prompt_lookup"]
+    first_alone = lookup.decode(base, twice[:1], generation)[0].counts.forwards
+    assert counts[2] < counts[0] == first_alone
+    for _ in range(2):
+        assert method.time(base, twice[:1], generation).forwards == counts[0]
+        assert method.time(base, twice[1:2], generation).forwards == counts[1]
+
+
 def test_ratios_between_methods_are_paired():
     measured = rows()
     for name, row in measured.items():

@@ -12,8 +12,8 @@ from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, refuse_nodes
 from specheads.decoding.accept import accepted_nodes
-from specheads.decoding.prompt_lookup import LookupText
 from specheads.decoding.sampling import SamplingState
+from specheads.decoding.suffix_decoding import LookupText
 from specheads.decoding.trees.policies import NOTHING, TreePolicy
 
 

@@ -16,8 +16,8 @@ from specheads.decoding import noise
 from specheads.decoding.calibration import AcceptanceEstimate, acceptance_chances
 from specheads.decoding.cost import RequestRates, StepLoad
 from specheads.decoding.noise import likeliest
-from specheads.decoding.prompt_lookup import LookupText
 from specheads.decoding.sampling import CoupledDrafter, NodeScores, SamplingState, over_vocabulary
+from specheads.decoding.suffix_decoding import LookupText
 
 
 class TreePolicy:
