@@ -28,7 +28,6 @@ labels of a document that some depths cannot predict are left out, and weights a
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -149,7 +148,8 @@ def bench(plan: Mapping[str, Any], options: argparse.Namespace) -> int:
     """Train the variants, compare them, and write one JSON after each part."""
     runs = {name: options.out / name for name in plan["variants"]}
     for name, run in runs.items():
-        if code := _train(run, training_of(plan, name, options)):
+        is_finished = (run / "head").is_dir()
+        if not is_finished and (code := _run("train", *training_of(plan, name, options))):
             return code
     training = {name: trained(run) for name, run in runs.items()}
     compared = [*runs.values(), *plan.get("heads", [])]
@@ -163,7 +163,7 @@ def bench(plan: Mapping[str, Any], options: argparse.Namespace) -> int:
     for name, selection in plan["compare"].items():
         folder = options.out / f"{options.file.stem}-{name}"
         words = [heads, f"out={folder}", "drafters=[head]", *selection, *options.measure]
-        if not (folder / "compare.json").is_file() and (code := _run("compare", *words)[0]):
+        if not (folder / "compare.json").is_file() and (code := _run("compare", *words)):
             return code
         table[name] = to_json(read_results(Comparison, folder / "compare.json"))
         write_atomic(out, dumps(table))
@@ -185,27 +185,10 @@ def training_of(plan: Mapping[str, Any], name: str, options: argparse.Namespace)
     return [*placed, *options.set]
 
 
-def _train(run: Path, words: Sequence[str]) -> int:
-    """Train one head, unless it is finished; write the time and the peak memory of its process."""
-    if (run / "training.json").is_file():
-        return 0
-    code, seconds, peak_gib = _run("train", *words)
-    if code == 0:
-        costs = {"seconds": seconds, "peak_gib": peak_gib}
-        (run / "training.json").write_text(json.dumps(costs) + "\n", encoding="utf-8")
-    return code
-
-
-def _run(*words: str) -> tuple[int, float, float]:
-    """Run one command of specheads; return its exit code, seconds, and peak memory in GiB."""
+def _run(*words: str) -> int:
+    """Run one command of specheads; return its exit code."""
     print(f"\n$ specheads {' '.join(words)}", flush=True)
-    start = time.perf_counter()
-    child = subprocess.Popen([sys.executable, "-m", "specheads", *words])
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    # kibibytes on Linux, bytes on macOS
-    unit = 2**30 if sys.platform == "darwin" else 2**20
-    return child.returncode, time.perf_counter() - start, usage.ru_maxrss / unit
+    return subprocess.call([sys.executable, "-m", "specheads", *words])
 
 
 def trained(run: Path) -> dict[str, Any]:
@@ -215,7 +198,7 @@ def trained(run: Path) -> dict[str, Any]:
     return {
         "tokens": steps[-1]["tokens"],
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in steps[1:]),
-        "peak_gib": json.loads((run / "training.json").read_text(encoding="utf-8"))["peak_gib"],
+        "peak_gib": max(row["peak_gib"] for row in steps),
     }
 
 

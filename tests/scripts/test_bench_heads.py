@@ -21,9 +21,11 @@ PHASE = "schedule.phases.distilled"
 
 
 def test_how_a_head_was_trained_is_read_from_its_log(script: ModuleType, tmp_path: Path):
-    (tmp_path / "training.json").write_text('{"peak_gib": 1.25}')
     speeds = enumerate((10.0, 100.0, 120.0, 90.0), start=1)
-    rows = [{"tokens": 400 * step, "tokens_per_second": speed} for step, speed in speeds]
+    rows: list[dict[str, float]] = [
+        {"tokens": 400 * step, "tokens_per_second": speed, "peak_gib": 1 + step / 16}
+        for step, speed in speeds
+    ]
     # validation has rows of its own
     rows.insert(2, {"validation/loss": 3.0})
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")

@@ -119,12 +119,6 @@ def test_turns_are_equal_and_use_all_prompts(script, batch, sizes):
     assert sum(len(turn.tokens) for turn in arms[script.ALONE]) == 40
 
 
-def test_one_turn_has_no_interval(script):
-    turn = script.Turn([[0] * 7], [1.0], 3, [2, 1])
-    assert script._total_counts([turn])["interval"] == ()
-    assert len(script._total_counts([turn, turn])["interval"]) == 2
-
-
 def test_counters_of_vllm_are_read_by_the_same_names(script):
     lines = (
         'vllm:spec_decode_num_drafts_total{engine="0",model_name="base"} 5.0\n'
@@ -145,13 +139,6 @@ def test_load_rises_and_falls_at_random(script):
     # rates of 2.5 and 8.5 on average
     assert 2.5 < ends / middle < 5
     assert script.arrival_times([1.0, 10.0], 600, 1) != arrivals.tolist()
-
-
-def test_latencies_are_those_of_requests(script):
-    turns = [script.Turn([[0] * 10], [1.0]), script.Turn([[0] * 20], [4.0])]
-    summary = script.latency_summary(turns)
-    assert (summary["mean"], summary["p50"], summary["p95"]) == (2.5, 4.0, 4.0)
-    assert summary["per_token"] == pytest.approx(0.15)
 
 
 def test_budget_row_counts_forwards_without_drafts(script):
