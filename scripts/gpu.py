@@ -27,8 +27,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import bench_decode
+import bench_train
+import results_table
+import torch
+
+from specheads.config import compose
+from specheads.core.files import dumps, to_json, write_atomic
+from specheads.measure.summary import with_interval
+from specheads.runs.provenance import collect_provenance
+from specheads.training.plan import plan_training
+
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = Path(__file__).resolve().parent
 SHARES = {"tests": 0.14, "decode": 0.17, "train": 0.16, "smollm2": 0.44, "engine": 0.09}
 """Share of the minutes of each stage, in the order in which they run. On an H200 whose host is slow
 the quickstart takes about four minutes; what a stage does not use goes to the later ones."""
@@ -79,9 +89,6 @@ class Report:
     """The JSON file of one stage, rewritten after every number."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from specheads.core.files import to_json
-        from specheads.runs.provenance import collect_provenance
-
         self.options, self.began = options, time.monotonic()
         self.sizes = TINY if options.tiny else Sizes()
         self.values: dict[str, Any] = {}
@@ -128,8 +135,6 @@ class Report:
 
     def write(self) -> None:
         """Write the file: whole or not at all."""
-        from specheads.core.files import dumps, write_atomic
-
         stage_options = {name: getattr(self.options, name) for name in ("stage", "device", "tiny")}
         names = ("summary", "failed", "skipped", "values", "provenance")
         record = {"schema": 1, **stage_options, "seconds": time.monotonic() - self.began}
@@ -140,15 +145,12 @@ class Report:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages, or one of them in this process; return the exit code."""
     options = _parse(arguments)
-    if options.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            sys.stderr.write(
-                "error: --device cuda needs a CUDA device, and torch finds none; "
-                "rehearse with --device cpu --tiny\n"
-            )
-            return 2
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.stderr.write(
+            "error: --device cuda needs a CUDA device, and torch finds none; "
+            "rehearse with --device cpu --tiny\n"
+        )
+        return 2
     if options.stage:
         report = Report(options)
         report.write()
@@ -158,9 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         failed = _run_stages(options, scratch)
-    from results_table import gpu
-
-    print(gpu(options.out))
+    print(results_table.gpu(options.out))
     return int(bool(failed))
 
 
@@ -238,8 +238,6 @@ def _stage_process(stage: str, options: argparse.Namespace, seconds: float) -> b
 
 def free_memory() -> None:
     """Give back what earlier parts left on the GPU."""
-    import torch
-
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -270,20 +268,13 @@ def tests(report: Report) -> None:
 
 def bench_of(report: Report) -> Any:
     """Return a base with random weights and the sizes of what is timed with it."""
-    from bench_decode import Bench
-    from bench_train import load_base
-
-    sizes = asdict(report.sizes)
-    bench_sizes = {name: sizes[name] for name in Bench.__dataclass_fields__ if name in sizes}
-    return Bench(load_base(report.sizes.decode_base, report.options.device), **bench_sizes)
+    sizes, names = asdict(report.sizes), bench_decode.Bench.__dataclass_fields__
+    base = bench_train.load_base(report.sizes.decode_base, report.options.device)
+    return bench_decode.Bench(base, **{name: sizes[name] for name in names if name in sizes})
 
 
 def decode(report: Report) -> None:
     """Time steps, drafts and whole decoding of a base with random weights."""
-    import bench_decode
-
-    from specheads.measure.summary import with_interval
-
     bench = bench_of(report)
     for row in report.part("steps", bench_decode.steps, bench) or []:
         aim = "at most 1.15" if row["nodes"] == 32 else ""
@@ -316,8 +307,6 @@ def decode(report: Report) -> None:
 
 def train(report: Report) -> None:
     """Time training steps of several heads, and compare their memory with the plan."""
-    import bench_train
-
     for name in report.sizes.train_bases:
         base = bench_train.load_base(name, report.options.device)
         for kind in TRAINED:
@@ -330,8 +319,6 @@ def train(report: Report) -> None:
 
 
 def _train_rows(report: Report, label: str, kind: str, row: Mapping[str, Any]) -> None:
-    from specheads.measure.summary import with_interval
-
     aims = {"eagle3": "MFU at least 0.45", "mlp_speculator": "MFU at least 0.50"}
     rate = f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.2f}"
     report.row(label, rate, aims.get(kind, ""))
@@ -348,8 +335,6 @@ def _train_rows(report: Report, label: str, kind: str, row: Mapping[str, Any]) -
 
 def train_row(report: Report, base: Any, kind: str) -> dict[str, Any]:
     """Return what a training step takes: time, MFU, and memory next to the plan's."""
-    import bench_train
-
     sizes = report.sizes
     shape = sizes.sequences, sizes.sequence_length
     bench = bench_train.bench_of(base, kind, *shape, sizes.draft_tokens)
@@ -359,9 +344,6 @@ def train_row(report: Report, base: Any, kind: str) -> dict[str, Any]:
 
 def planned_gib(base: Any, bench: Any) -> float:
     """Return the peak memory in GiB that `dry_run` plans for such a step, from shapes alone."""
-    from specheads.config import compose
-    from specheads.training.plan import plan_training
-
     rows, length = bench.batch.tokens.shape
     head = {name: value for name, value in asdict(bench.head.config).items() if value != {}}
     with tempfile.TemporaryDirectory() as folder:
@@ -381,8 +363,6 @@ def planned_gib(base: Any, bench: Any) -> float:
 
 def smollm2(report: Report) -> None:
     """Run the quickstart, and keep its results.json."""
-    from specheads.measure.summary import with_interval
-
     options = report.options
     model = str(ROOT / "recipes/tiny_code/base") if options.tiny else options.model
     with tempfile.TemporaryDirectory() as folder:
@@ -414,9 +394,6 @@ def smollm2(report: Report) -> None:
 
 def engine(report: Report) -> None:
     """Time the engine over a paged cache: alone, with a head, and with goodput."""
-    import bench_decode
-    import torch
-
     bench, sizes = bench_of(report), report.sizes
     head = bench.head("mlp_speculator")
     batches = sorted({1, *sizes.engine_batches[1:3]})
@@ -449,5 +426,4 @@ STAGES: dict[str, Callable[[Report], None]] = {
 }
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(SCRIPTS))
     raise SystemExit(main())
