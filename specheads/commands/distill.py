@@ -22,7 +22,13 @@ from specheads.heads.load import load_head
 from specheads.runs.progress import progress_display
 from specheads.training.distill.run import refuse_not_decoding, text_job, write_folder
 from specheads.training.distill.shards import as_markdown
-from specheads.training.processes import accelerator_of_environment, explain_lost_process, load_base
+from specheads.training.processes import (
+    accelerator_of_environment,
+    explain_lost_process,
+    leave_process_group,
+    load_base,
+    load_text_base,
+)
 
 
 def run(settings: Distill) -> None:
@@ -38,6 +44,7 @@ def run(settings: Distill) -> None:
             f"{as_markdown(report)}\ntext: {settings.out}\n"
             f"next: specheads train with schedule.phases.{name}.distill.folder={settings.out}\n"
         )
+    leave_process_group()
 
 
 @explain_lost_process()
@@ -71,9 +78,8 @@ def distill(
     accelerator = accelerator_of_environment(settings.base.dtype)
     if base is None:
         # other engines load the weights themselves
-        is_here = texts.engine not in EXTERNAL_ENGINES
-        base_settings = settings.base if is_here else replace(settings.base, device="cpu")
-        base = load_base(base_settings, accelerator)
+        load = load_text_base if texts.engine in EXTERNAL_ENGINES else load_base
+        base = load(settings.base, accelerator)
         refuse_not_decoding(base, texts, folder)
     head = load_head(settings.head_path, base) if settings.head_path else None
     job = text_job(settings.data, base, texts, folder, accelerator, settings.seed, head)

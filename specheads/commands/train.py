@@ -11,10 +11,12 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
 from rich.console import Console
+from torch import Tensor
 
 from specheads.base import lora
 from specheads.base.ends import BaseEnds, ServedBase
@@ -45,13 +47,14 @@ from specheads.training import trainer
 from specheads.training.batch_sizes import resolve_batch_sizes
 from specheads.training.distill.run import refuse_not_decoding
 from specheads.training.features import FeatureSource, LocalBase, feature_cache
-from specheads.training.phase_data import PhaseData
+from specheads.training.phase_data import PhaseData, missing_text
 from specheads.training.processes import (
     accelerator_of_environment,
     explain_lost_process,
     leave_process_group,
     load_base,
     load_served_base,
+    load_text_base,
     on_all_processes,
     row_share,
 )
@@ -153,11 +156,17 @@ def _train(
     its name and returns a line for people.
     """
     is_main, seed = accelerator.is_main_process, settings.seed
-    base = _load_checked_base(settings, run_directory, accelerator, loaded_base)
     phases, data = settings.schedule.phases, settings.data
-    phase_data = PhaseData(
-        phases, data, base, run_directory.text, accelerator, announce, seed, begin_stage
-    )
+
+    def load(*, text: bool) -> tuple[BaseEnds, PhaseData]:
+        base = _load_checked_base(settings, run_directory, accelerator, loaded_base, text=text)
+        return base, PhaseData(
+            phases, data, base, run_directory.text, accelerator, announce, seed, begin_stage
+        )
+
+    # vLLM needs the GPU's memory before this process's own base takes it
+    text_first = loaded_base is None and "vllm" in missing_text(phases, run_directory.text)
+    base, phase_data = load(text=text_first)
     torch.manual_seed(seed)
     identity = phase_data.identity()
     with ExitStack() as resources:
@@ -172,21 +181,22 @@ def _train(
                 lock()
                 run_directory.begin(compose.as_yaml(settings), identity)
 
+        if text_first:
+            on_all_processes(open_run)
+            stages = phase_data.write_text("vllm")
+            base, phase_data = load(text=False)
+            phase_data.stages = stages
         head, is_reduced = None, bool(settings.head.get("draft_tokens"))
         if settings.init:
             head = resume_head(settings.init, base, settings.head["kind"])
             is_reduced = head.draft_ids is not None
         counts = phase_data.count_tokens(lambda: on_all_processes(open_run)) if is_reduced else None
-        if head is None:
-            head = build_for_base(settings.head, base, counts)
+        head = build_for_base(settings.head, base, counts) if head is None else head
         phase_data.head = head
         source = resources.enter_context(closing(_feature_source(settings, base, head, announce)))
         validation_set = phase_data.validation_set(settings.validation)
         if is_main:
-            if counts is not None:
-                share = head.coverage(counts)
-                identity["draft_vocabulary"] = {"size": head.drafted_size, "coverage": share}
-                announce(f"{head.drafted_size} draft tokens cover {share:.1%} of the text")
+            identity |= _draft_vocabulary(head, counts, announce)
             # a launcher may start fewer processes than requested without a message
             num_processes = accelerator.num_processes
             announce(f"training with {num_processes} process{'es' if num_processes > 1 else ''}")
@@ -216,6 +226,15 @@ def _train(
     return head, base
 
 
+def _draft_vocabulary(head: Head, counts: Tensor | None, announce: Announce) -> dict[str, Any]:
+    """Return a fact on the draft vocabulary for the run's identity, if the text chose one."""
+    if counts is None:
+        return {}
+    share = head.coverage(counts)
+    announce(f"{head.drafted_size} draft tokens cover {share:.1%} of the text")
+    return {"draft_vocabulary": {"size": head.drafted_size, "coverage": share}}
+
+
 def _feature_source(
     settings: Train, base: BaseEnds, head: Head, announce: Announce
 ) -> FeatureSource:
@@ -237,12 +256,18 @@ def _load_checked_base(
     run_directory: RunDirectory,
     accelerator: Accelerator,
     loaded_base: FrozenBase | None,
+    *,
+    text: bool = False,
 ) -> BaseEnds:
-    """Return the base; raise for settings that cannot be used, before anything is written."""
+    """Return the base; raise for settings that cannot be used, before anything is written.
+
+    With `text` it is the base on the CPU, for text that another program generates.
+    """
     depth: int = (load_head(settings.init) if settings.init else configure(settings.head)).depth
     refuse_missing(settings.tracker.kind)
     refuse_unreadable(settings.data)
-    load = load_served_base if settings.features.source == "vllm" else load_base
+    here = load_text_base if text else load_base
+    load = load_served_base if settings.features.source == "vllm" else here
     base = loaded_base or load(settings.base, accelerator)
     num_shares = row_share(base.sharding, accelerator).world_size
     if base.tokenizer is None or len(base.tokenizer) > base.vocab_size:

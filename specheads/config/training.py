@@ -10,13 +10,13 @@ from specheads.config.shared import FixesDivergence, Ordered, Resumable, SameTex
 from specheads.core.errors import InputError
 from specheads.core.ranges import (
     AtLeastTwo,
-    BatchSize,
     NonEmpty,
     NonNegativeFloat,
     NonNegativeInt,
     PathOrId,
     PositiveFloat,
     PositiveInt,
+    PositiveIntOrAuto,
     PositiveProbability,
     PrintableText,
     Probability,
@@ -73,6 +73,10 @@ class DistillSettings(SamplingSettings):
     """Name of the base at that server. Empty is base.model."""
     timeout_seconds: Annotated[PositiveFloat, SameText(), Resumable()] = 120.0
     """Longest wait for one answer of a server."""
+    tensor_parallel: Annotated[PositiveInt, SameText(), Resumable()] = 1
+    """GPUs that share the weights, with engine=vllm. Each process needs as many of its own."""
+    gpu_memory_utilization: Annotated[Probability, SameText(), Resumable()] = 0.0
+    """Share of each GPU's memory that engine=vllm may use. Zero is what is free, at most 0.9."""
     shard_size: PositiveInt = 64
     """Texts in one file. A file appears when it is complete; processes share the work by files."""
     folder: Annotated[PathOrId, SameText(), Resumable()] = ""
@@ -115,12 +119,12 @@ class Phase:
     """corpus, or distilled: text that the base generated."""
     steps: PositiveInt = 0
     """Optimizer steps."""
-    batch_size: BatchSize = 0
+    batch_size: PositiveIntOrAuto = 0
     """Sequences of one step over all processes, so the number of processes does not change the
     result. auto doubles it as long as it fits in memory, and writes it into config.yaml."""
-    accumulation_steps: Annotated[PositiveInt, Resumable()] = 1
+    accumulation_steps: Annotated[PositiveIntOrAuto, Resumable()] = 1
     """Micro-batches in which each process computes its share of a step: less memory, the same
-    gradients."""
+    gradients. auto takes as few as fit in memory."""
     sequence_length: SequenceLength = 0
     """Tokens of a sequence. Zero uses the length of the generated text; conversations are then
     limited by the base's context only."""

@@ -60,7 +60,7 @@ def _is_folder_name(value: str) -> bool:
     return _is_path(value) and value.strip() not in ("", ".", "..") and "/" not in value
 
 
-def _is_batch_size(value: Any) -> bool:
+def _is_positive_or_auto(value: Any) -> bool:
     return value == AUTO or (type(value) is int and 1 <= value <= MAX_INT)
 
 
@@ -97,7 +97,9 @@ GlobPattern = Annotated[
     str, Rule(_is_pattern, "a glob below the folder (relative, and without ..)")
 ]
 FolderName = Annotated[str, Rule(_is_folder_name, "a folder name (without /)")]
-BatchSize = Annotated[Any, Rule(_is_batch_size, f"a whole number, at least 1, or {AUTO}")]
+PositiveIntOrAuto = Annotated[
+    Any, Rule(_is_positive_or_auto, f"a whole number, at least 1, or {AUTO}")
+]
 """An integer to every reader: `auto` is replaced before anything reads it."""
 NonEmpty = MinLen(1)
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

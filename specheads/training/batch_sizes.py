@@ -1,4 +1,4 @@
-"""Batch sizes in place of `batch_size=auto`, and the memory of a device."""
+"""Numbers in place of `auto` in a schedule, and the memory of a device."""
 
 import os
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from specheads.base.loading import device_of, load_tokenizer
+from specheads.base.sharding import Sharding
 from specheads.config.commands import Train
 from specheads.config.validation import read_settings
 from specheads.core import machine
@@ -33,13 +34,19 @@ MAX_TOKENS = 2**16
 def resolve_batch_sizes(
     settings: Train, accelerator: Accelerator, announce: Callable[[str], object]
 ) -> None:
-    """Replace every `batch_size=auto` by a number.
+    """Replace every `auto` by a number.
 
-    The number is that of the run that resumes, or of the largest batch that fits in memory and
+    A batch size is that of the run that resumes, or of the largest batch that fits in memory and
     does not need more rows than the text has.
     """
     phases = settings.schedule.phases
     names = [name for name, phase in phases.items() if phase.batch_size == AUTO]
+    shared = [name for name, phase in phases.items() if phase.accumulation_steps == AUTO]
+    if both := [name for name in names if name in shared]:
+        raise InputError(
+            f"batch_size or accumulation_steps can be auto, and phase {both[0]!r} has both; set "
+            "one of them to a number"
+        )
     config = RunDirectory(Path(settings.run_dir)).config
     saved = read_settings(config) if names and config.is_file() else {}
     saved_phases = saved.get("schedule", {}).get("phases", {})
@@ -51,6 +58,10 @@ def resolve_batch_sizes(
         phases[name].batch_size = size
         if accelerator.is_main_process:
             announce(f"phase {name!r}: batch_size=auto is {size}")
+    for name in shared:
+        steps = fewest_accumulation_steps(settings, accelerator, name)
+        if accelerator.is_main_process:
+            announce(f"phase {name!r}: accumulation_steps=auto is {steps}")
 
 
 def _count_rows(settings: Train, name: str) -> int:
@@ -88,13 +99,7 @@ def largest_batch_sizes(
         )
     training = MetaTraining(settings, device)
     num_shares = row_share(sharding, accelerator).world_size
-    room_bytes = (1 - FREE_SHARE) * usable_bytes(device)
-    if device.type == "cpu":
-        room_bytes -= machine.process_bytes(device)
-    if sharding:
-        # shapes are those of a base that is not sharded
-        elsewhere = 1 - 1 / sharding.mesh.size()
-        room_bytes += elsewhere * training.weights_memory().base_weights_bytes
+    room_bytes = _room_bytes(training, device, sharding)
     batch_sizes = {}
     for phase in schedule_phases(settings.schedule):
         if phase.name in num_rows:
@@ -106,6 +111,40 @@ def largest_batch_sizes(
                 rows *= 2
             batch_sizes[phase.name] = rows * num_shares
     return batch_sizes
+
+
+def fewest_accumulation_steps(settings: Train, accelerator: Accelerator, name: str) -> int:
+    """Return the fewest micro-batches, doubled from one, in which a phase's step fits in memory.
+
+    One if this machine has no such device: the plan then shows what the step needs.
+    """
+    phase = next(phase for phase in schedule_phases(settings.schedule) if phase.name == name)
+    phase.settings.accumulation_steps = 1
+    device = planned_device(settings, accelerator)
+    if not device_exists(device):
+        return 1
+    sharding = sharding_of(accelerator, settings.base.device)
+    training = MetaTraining(settings, device)
+    room_bytes = _room_bytes(training, device, sharding)
+    rows = -(-phase.settings.batch_size // row_share(sharding, accelerator).world_size)
+    while (
+        training.measure_step(phase, rows).memory.total_bytes > room_bytes
+        and 2 * phase.settings.accumulation_steps <= rows
+    ):
+        phase.settings.accumulation_steps *= 2
+    return phase.settings.accumulation_steps
+
+
+def _room_bytes(training: MetaTraining, device: torch.device, sharding: Sharding | None) -> float:
+    """Return the bytes of a device that `auto` may fill."""
+    room_bytes = (1 - FREE_SHARE) * usable_bytes(device)
+    if device.type == "cpu":
+        room_bytes -= machine.process_bytes(device)
+    if sharding:
+        # shapes are those of a base that is not sharded
+        elsewhere = 1 - 1 / sharding.mesh.size()
+        room_bytes += elsewhere * training.weights_memory().base_weights_bytes
+    return room_bytes
 
 
 def planned_device(settings: Train, accelerator: Accelerator) -> torch.device:

@@ -25,13 +25,23 @@ from specheads.data.prompts import PromptSet, held_out_prompts
 from specheads.data.tokenise import TokenisedDocuments, UnansweredError, tokenise_corpus
 from specheads.runs.progress import progress_display
 from specheads.training.distill.run import TextJob, text_job, write_folder
-from specheads.training.distill.shards import read_text, refuse_other_text
+from specheads.training.distill.shards import missing_blocks, read_text, refuse_other_text
 from specheads.training.log import ValidationSet
 from specheads.training.processes import row_share
 from specheads.training.schedule import ScheduledPhase, row_tokens
 
 SAMPLED_TOKENS = 2**19
 """Tokens of the corpus that select a reduced draft vocabulary."""
+
+
+def missing_text(phases: dict[str, Phase], folder: Path) -> set[str]:
+    """Return the engines of the phases whose text, in `folder` or their own, is not complete."""
+    settings = [phase.distill for phase in phases.values() if phase.distill]
+    return {
+        text.engine
+        for text in settings
+        if missing_blocks(Path(text.folder or folder), text.shard_size, text.num_samples)
+    }
 
 
 class PhaseData:
@@ -62,7 +72,7 @@ class PhaseData:
         self.head: Head | None = None
         """The trained head, which may draft while the base generates text."""
         self.begin_stage = begin_stage
-        self._stages: set[str] = set()
+        self.stages: set[str] = set()
         """Names of the stages that began."""
         # now: training adds an adapter to the model later
         self._jobs: dict[str, TextJob] = {}
@@ -124,6 +134,14 @@ class PhaseData:
         ]
         return torch.from_numpy(np.bincount(np.concatenate(labels), minlength=self.base.vocab_size))
 
+    def write_text(self, engine: str) -> set[str]:
+        """Generate the text of all phases of an engine now; return the stages that began."""
+        with progress_display(shown=self.accelerator.is_main_process) as display:
+            for name, job in self._jobs.items():
+                if job.settings.engine == engine:
+                    self._generate(name, display, lambda: None)
+        return self.stages
+
     # --- text of a phase -------------------------------------------------------------------------
 
     def open_phase(
@@ -183,8 +201,8 @@ class PhaseData:
 
     def _show_stage(self, name: str, display: Progress) -> None:
         """Begin a stage, once."""
-        if name not in self._stages:
-            self._stages.add(name)
+        if name not in self.stages:
+            self.stages.add(name)
             self._show(self.begin_stage(name), display)
 
     def _show(self, line: str, display: Progress) -> None:

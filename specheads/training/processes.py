@@ -3,7 +3,8 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
     gather_object,
 )
 from torch import distributed
@@ -28,6 +30,9 @@ T = TypeVar("T")
 SHARDS, PARALLEL = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
 """Variables by which the launcher requests a sharded model."""
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+TIMEOUT = timedelta(hours=2)
+"""Longest wait of a process for the others: one may hash a corpus, load an engine of text, write a
+checkpoint to a slow disk, or wait for a lost server. NCCL's own limit is ten minutes."""
 
 
 def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
@@ -47,14 +52,36 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
             "one of configs/accelerate"
         )
     fix_workspace()
+    _join_on_gpus()
     with _hidden_sharding():
         return Accelerator(
             # by default accelerate connects processes on GPUs only
             cpu=not torch.accelerator.is_available(),
             mixed_precision=precision if precision != "no" else _mixed_precision(dtype),
             # buffers of a head come from the base and are equal on all processes
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(broadcast_buffers=False),
+                InitProcessGroupKwargs(timeout=TIMEOUT),
+            ],
         )
+
+
+def _join_on_gpus() -> None:
+    """Connect the processes that a launcher started on GPUs; accelerate connects those on CPUs.
+
+    accelerate chooses the GPU of a process after it has connected it, and does not tell NCCL.
+    """
+    rank = os.environ.get("LOCAL_RANK")
+    if rank is None or not torch.cuda.is_available() or distributed.is_initialized():
+        return
+    if int(rank) >= (num_gpus := torch.cuda.device_count()):
+        raise InputError(
+            f"each process needs a GPU of its own, and process {rank} of this machine has none of "
+            f"{num_gpus}; start {num_gpus} processes (--num_processes, --nproc_per_node)"
+        )
+    device = torch.device("cuda", int(rank))
+    torch.cuda.set_device(device)
+    distributed.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
 
 
 def leave_process_group() -> None:
@@ -70,6 +97,15 @@ def load_base(settings: BaseSettings, accelerator: Accelerator) -> FrozenBase:
         choices["device"] = sharding_of(accelerator, "auto") or str(accelerator.device)
     with _hidden_sharding():
         return FrozenBase.load(**choices)
+
+
+def load_text_base(settings: BaseSettings, accelerator: Accelerator) -> FrozenBase:
+    """Load a base whose text another program generates: on the CPU, in the device's precision."""
+    on_gpu = settings.device.startswith("cuda") or (
+        settings.device == "auto" and accelerator.device.type == "cuda"
+    )
+    dtype = "bfloat16" if on_gpu and settings.dtype == "auto" else settings.dtype
+    return load_base(replace(settings, device="cpu", dtype=dtype), accelerator)
 
 
 def load_served_base(settings: BaseSettings, accelerator: Accelerator) -> ServedBase:
@@ -200,7 +236,7 @@ def explain_lost_process() -> Iterator[None]:
     """Turn the error after another process ended into one line.
 
     gloo reports a lost process at once. With NCCL the launcher ends the others; without a launcher
-    they wait for NCCL's timeout of ten minutes.
+    they wait for `TIMEOUT`.
     """
     try:
         yield

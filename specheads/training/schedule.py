@@ -125,7 +125,8 @@ def refuse_misfit(name: str, phase: Phase, context: int, depth: int, processes: 
         raise InputError(
             f"phase {name!r} needs a sequence for each process and accumulation step, but "
             f"{processes} processes with accumulation_steps={phase.accumulation_steps} share "
-            f"batch_size={phase.batch_size}; raise it, or start fewer processes"
+            f"batch_size={phase.batch_size}; add schedule.phases.{name}.batch_size="
+            f"{processes * phase.accumulation_steps}, or start fewer processes"
         )
     text = text_tokens(phase.distill) if phase.distill else phase.sequence_length
     for tokens in (text, phase.sequence_length or text):

@@ -55,7 +55,9 @@ class Moment:
     number: int
 
 
-def act(words: list[str], run: Path, moment: Moment | None, killer: int) -> None:
+def act(
+    words: list[str], run: Path, moment: Moment | None, killer: int, command: str = "train"
+) -> None:
     """Run the command in a forked child, and signal the killer at the moment."""
     sys.stdout = sys.stderr = open(f"{run}.log", "a", buffering=1)  # noqa: PTH123, SIM115
     left = moment.number if moment and int(os.environ.get("RANK", "0")) == moment.rank else 0
@@ -70,7 +72,7 @@ def act(words: list[str], run: Path, moment: Moment | None, killer: int) -> None
                     os.write(killer, b"!")
 
     sys.addaudithook(hear)
-    call("train", [*words, f"run_dir={run}"])
+    call(command, [*words, f"{'run_dir' if command == 'train' else 'out'}={run}"])
 
 
 class Killer:

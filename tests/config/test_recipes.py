@@ -11,6 +11,7 @@ import torch
 from specheads import config
 from specheads.config import compose
 from specheads.core.errors import InputError
+from specheads.core.ranges import AUTO
 from specheads.heads.load import build_head
 from specheads.training.schedule import BETAS, refuse_misfit
 from specheads.training.step import CLIP_NORM
@@ -22,12 +23,15 @@ HOME = str(Path.home())
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_recipe_composes_builds_its_head_and_has_a_card(name: str):
-    mine = ["data.path=mine.jsonl"] if name == "conversations" else []
+    mine = ["data.path=mine.jsonl"] if name in ("conversations", "chat_8b") else []
     settings = compose.settings_of("train", [f"recipe={name}", *mine])
     assert settings.name == name
     with torch.device("meta"):
         head = build_head(settings.head, width=64, vocab_size=65536)
     for phase_name, phase in settings.schedule.phases.items():
+        phase.accumulation_steps = (
+            1 if phase.accumulation_steps == AUTO else phase.accumulation_steps
+        )
         refuse_misfit(phase_name, phase, context=8192, depth=head.depth)
     card = RECIPES[name].with_name("README.md").read_text(encoding="utf-8")
     assert re.findall(r"^## (.*)$", card, re.MULTILINE) == HEADINGS

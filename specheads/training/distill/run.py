@@ -218,7 +218,7 @@ def build_engine(
 
         return CompletionsEngine(settings, base).answers
     if settings.engine == "vllm":
-        return vllm_engine(settings.batch_size, base, max_length)
+        return vllm_engine(settings, base, max_length)
     assert isinstance(base, FrozenBase)
     return partial(local_engine, settings.batch_size, base, head, max_length)
 
