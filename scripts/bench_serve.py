@@ -9,6 +9,7 @@ servers with the command lines that the export prints: the base alone and the ch
 one server each. They take turns on the same prompts, in rotating order, and only one of them runs:
 an idle vLLM polls, which costs the others up to a seventh of their speed. A batch is a number of
 requests in flight: a request that ends is replaced at once, as under a steady load.
+With --url the servers run already, on GPUs or machines of their own.
 --cost names the vllm.json of `specheads tune engine=vllm` and adds a server that drafts by it.
 With --load requests arrive at random (Poisson) at a rate that rises and falls between two values.
 Every prompt is a user message in the base's chat template, decoding is greedy, and a text ends at
@@ -201,9 +202,12 @@ class Server:
 class VllmServer(Server):
     """`vllm serve`."""
 
+    model = "base"
+    """Name of the base at the server."""
+
     def complete(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> list[int]:
         """Return the new tokens of one prompt, drawn greedily."""
-        job = {"model": "base", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
+        job = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
         job |= {"ignore_eos": ignore_eos, "return_token_ids": True}
         return self.request("/v1/completions", job).json()["choices"][0]["token_ids"]
 
@@ -211,6 +215,23 @@ class VllmServer(Server):
     def versions(self) -> dict[str, str]:
         """Version of the engine."""
         return {"vllm": self.request("/version").json()["version"]}
+
+
+class RunningServer(VllmServer):
+    """A vLLM server that somebody else started, at an address without `/v1`."""
+
+    def __init__(self, url: str) -> None:
+        self.forwards, self.close = 0, lambda: None
+        self.client = httpx2.Client(base_url=url, timeout=TIMEOUT_SECONDS, trust_env=False)
+        try:
+            self.model = self.request("/v1/models").json()["data"][0]["id"]
+        except httpx2.HTTPError as error:
+            raise SystemExit(f"error: no vLLM server answers at {url}: {error}") from None
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Do nothing: the server keeps running."""
+        yield
 
 
 class LlamaServer(Server):
@@ -289,7 +310,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve, count, time and replay set after set; return the exit code."""
     options = _parse(arguments)
     torch.set_num_threads(options.threads)
-    base = FrozenBase.load(options.base, dtype=options.dtype, device="cpu")
+    # servers that this script starts need the GPU
+    device = "auto" if options.url else "cpu"
+    base = FrozenBase.load(options.base, dtype=options.dtype, device=device)
     head = load_head(options.head, base)
     options.max_depth = head.depth
     if not all(0 < depth <= head.depth for depth in options.depths):
@@ -332,6 +355,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--periods", type=int, default=4, help="times that the load rises and falls")
     add("--engine", choices=["vllm", "llama_cpp"], default="vllm", help="default: vllm")
     add("--dtype", default="bfloat16", help="precision of the replay and of vLLM")
+    add("--url", nargs="+", help="running vLLM servers: without a head, then each of --depths")
     add("--eager", action="store_true", help="vLLM does not compile its models")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--vllm-python", default=".venv-vllm/bin/python", help="interpreter that has vLLM")
@@ -374,7 +398,18 @@ def first_turns(base: FrozenBase, name: str, source: str, options: argparse.Name
 def _start_engines(
     base: FrozenBase, head: Head, sets: Mapping[str, PromptSet], options: argparse.Namespace
 ) -> dict[int, Any]:
-    """Export the head and start a server for each method; they read the export before it goes."""
+    """Export the head and start a server for each method; they read the export before it goes.
+
+    With `--url` the servers run already.
+    """
+    if options.url:
+        if len(options.url) != 1 + len(options.depths):
+            raise SystemExit(
+                "error: --url needs the server without a head and one for each of --depths, got "
+                f"{len(options.url)} for {len(options.depths)} depths; set --depths"
+            )
+        addresses = zip((ALONE, *options.depths), options.url, strict=True)
+        return {depth: RunningServer(url) for depth, url in addresses}
     prompts = [prompt_set.prompts[0].tokens for prompt_set in sets.values()]
     # the check needs text of some length, not sense
     generation = GenerationSettings(max_new_tokens=head.depth + 16, stop_at_eos=False)

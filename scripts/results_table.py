@@ -102,14 +102,15 @@ def render(root: Path) -> dict[Path, str]:
     page_blocks = {root / "docs" / f"{page}.md": block for page, block in pages.items()}
     blocks |= {file: {name: make()} for file, (name, make) in page_blocks.items() if file.is_file()}
     blocks[root / "README.md"] = {"results": worth(recipes)}
-    return {file: _replace(file, tables_by_name) for file, tables_by_name in blocks.items()}
+    return {file: with_tables(file, tables_by_name) for file, tables_by_name in blocks.items()}
 
 
 def _json(file: Path) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _replace(file: Path, blocks: Mapping[str, str]) -> str:
+def with_tables(file: Path, blocks: Mapping[str, str]) -> str:
+    """Return the text of a page with new tables between its marks."""
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     for name, block in blocks.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)

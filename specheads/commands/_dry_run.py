@@ -18,6 +18,7 @@ from specheads.data.prompts import held_out_prompts
 from specheads.data.sources import report_source
 from specheads.data.tokenise import UnansweredError, tokenise_corpus
 from specheads.training.batch_sizes import resolve_batch_sizes
+from specheads.training.cost import cost_lines
 from specheads.training.plan import plan_training
 from specheads.training.processes import accelerator_of_environment
 
@@ -41,6 +42,9 @@ def show_plan(settings: Train) -> None:
         f"# {minutes if plan.hours else ''}peak memory {plan.peak_bytes / 1e9:.2f}{room} GB, "
         f"{plan.disk_bytes.total_bytes / 1e9:.2f} GB on disk\n"
     )
+    if plan.device.startswith("cuda"):
+        lines = cost_lines(settings, accelerator.num_processes)
+        sys.stdout.write("".join(f"# {line}\n" for line in lines))
 
 
 def _without_zeros(fields: list[tuple[str, Any]]) -> dict[str, Any]:

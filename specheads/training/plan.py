@@ -176,7 +176,7 @@ def plan_training(settings: Train, accelerator: Accelerator) -> TrainingPlan:
         phases={phase.name: _work_of(training, phase, steps[phase.name]) for phase in phases},
         hours=hours,
         server=server,
-        disk_bytes=_disk_use(training),
+        disk_bytes=disk_use(training),
         note=note,
     )
 
@@ -285,7 +285,8 @@ def _work_of(training: MetaTraining, phase: ScheduledPhase, step: StepCost) -> P
     )
 
 
-def _disk_use(training: MetaTraining) -> DiskUse:
+def disk_use(training: MetaTraining) -> DiskUse:
+    """Return what a run writes at most."""
     phases, head_bytes = training.settings.schedule.phases.values(), training.head_bytes
     num_tokens = sum(
         phase.distill.num_samples * text_tokens(phase.distill) for phase in phases if phase.distill

@@ -150,3 +150,11 @@ def test_budget_row_counts_forwards_without_drafts(script):
     assert (row["depth"], row["speedup"]["ratio"]) == ("budget", 2.0)
     assert row["served"]["forwards"] == 6
     assert "replay" not in row
+
+
+def test_running_servers_are_asked_by_their_model_name(script):
+    options = SimpleNamespace(url=["http://127.0.0.1:9"], depths=[3])
+    with pytest.raises(SystemExit, match="one for each of --depths, got 1 for 1"):
+        script._start_engines(None, None, {}, options)
+    with pytest.raises(SystemExit, match="no vLLM server answers at http"):
+        script.RunningServer("http://127.0.0.1:9")
