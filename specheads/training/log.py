@@ -223,8 +223,7 @@ class Validator:
         state: TrainState,
     ) -> None:
         self.validation_set, self.run, self.state = validation_set, run, state
-        self.teacher, self.total = runner.teacher, runner.total
-        self.is_main = runner.accelerator.is_main_process
+        self.runner, self.teacher = runner, runner.teacher
         # DDP's wrapper synchronises at each batch, and processes may have different numbers of them
         self.objective = runner.accelerator.unwrap_model(runner.objective)
         self.best_score = 0.0
@@ -249,15 +248,15 @@ class Validator:
         # without dropout and gradients of the adapter
         teacher.begin()
         if rows.batches is not None:
-            metrics = validate(rows, teacher, self.objective, phase, self.total, state.step)
+            metrics = validate(rows, teacher, self.objective, phase, self.runner.total, state.step)
         if rows.prompts is not None:
-            score = tokens_per_forward(rows.prompts, rows.new_tokens, teacher, self.total)
+            score = tokens_per_forward(rows.prompts, rows.new_tokens, teacher, self.runner.total)
         teacher.begin(phase)
         if score is None:
             return metrics
         if score > self.best_score:
             self.best_score = score
-            if self.is_main:
+            if self.runner.accelerator.is_main_process:
                 content = {
                     "step": state.step,
                     "phase": phase.name,

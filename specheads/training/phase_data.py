@@ -205,9 +205,12 @@ class PhaseData:
             self.stages.add(name)
             self._show(self.begin_stage(name), display)
 
-    def _show(self, line: str, display: Progress) -> None:
-        if self.accelerator.is_main_process:
+    def _show(self, line: str, display: Progress | None = None) -> None:
+        """Print a line for people, on the first process only; above the bars of a display."""
+        if self.accelerator.is_main_process and display:
             display.console.print(line, markup=False, soft_wrap=True)
+        elif self.accelerator.is_main_process:
+            self.announce(line)
 
     # --- held-out text ---------------------------------------------------------------------------
 
@@ -228,7 +231,7 @@ class PhaseData:
             except InputError as error:
                 self._announce_missing("validation", error)
         if settings.prompts and not self.base.decodes:
-            self._announce(
+            self._show(
                 f"validation measures the loss, and no decoding with {self.base.description}; "
                 "specheads evaluate measures the head after training"
             )
@@ -249,11 +252,7 @@ class PhaseData:
     def _announce_missing(self, measurement: str, error: InputError) -> None:
         is_unanswered = isinstance(error, UnansweredError)
         reason = "the held-out text has questions without answers" if is_unanswered else error
-        self._announce(f"no {measurement}: {reason}")
-
-    def _announce(self, line: str) -> None:
-        if self.accelerator.is_main_process:
-            self.announce(line)
+        self._show(f"no {measurement}: {reason}")
 
     def _validation_rows(self, num_rows: int) -> list[TokenBatch]:
         """Return this process's share of the rows of held-out text, in batches.

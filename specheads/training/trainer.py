@@ -121,19 +121,16 @@ class _TrainingLoop:
         with closing(prefetched(self._batches(text))) as batches:
             for batch, cursor in log.time_waits(batches):
                 step = state.step
-                if log.full_speed_seconds is None:
-                    with log.paused():
-                        log.full_speed_seconds = self._full_speed_seconds(phase, batch)
-                is_validated = validator is not None and validator.is_due(phase, step + 1)
-                if is_validated and step and self.teacher.source.can_fail:
+                self._count_flops(phase, batch, log)
+                validate = None
+                if validator and validator.is_due(phase, step + 1):
+                    validate = partial(validator.validate, phase)
+                if validate and step and self.teacher.source.can_fail:
                     # a failed validation is repeated together with its step
                     self.save()
                 metrics = self._take_step(batch, phase)
                 tokens = phase.settings.batch_size * batch.tokens.shape[1]
                 state.step, state.tokens, state.cursor = step + 1, state.tokens + tokens, cursor
-                validate = (
-                    partial(validator.validate, phase) if validator and is_validated else None
-                )
                 if validate or log.is_row_due():
                     self.check_finite(with_weights=validate is not None)
                 log.log_step(metrics, tokens, validate)
@@ -169,16 +166,18 @@ class _TrainingLoop:
                 self.save()
             raise
 
-    def _full_speed_seconds(self, phase: ScheduledPhase, batch: TokenBatch) -> float:
-        """Return the seconds that a step takes at the speed of large matrix products.
+    def _count_flops(self, phase: ScheduledPhase, batch: TokenBatch, log: PhaseLog) -> None:
+        """Tell the log how long a step takes at the speed of large matrix products, once.
 
         Zero if the features come from elsewhere: there is no forward of the base here then.
         """
-        base = self.teacher.base
-        if not isinstance(self.teacher.source, LocalBase):
-            return 0.0
-        flops = count_step_flops(base, self.head, phase, batch)
-        return flops / cached_matmul_rate(base.device, base.dtype)
+        if log.full_speed_seconds is not None:
+            return
+        base, log.full_speed_seconds = self.teacher.base, 0.0
+        if isinstance(self.teacher.source, LocalBase):
+            with log.paused():
+                flops = count_step_flops(base, self.head, phase, batch)
+                log.full_speed_seconds = flops / cached_matmul_rate(base.device, base.dtype)
 
     def _batches(self, text: BatchStream) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield the remaining batches of a text, in pinned memory for a GPU; fetch features."""

@@ -44,12 +44,12 @@ def tokenizer_of(base: FrozenBase) -> PreTrainedTokenizerBase:
     return base.tokenizer
 
 
-def answered(base: FrozenBase, *, rate: float | None = 1.0) -> ChatAnswer:
-    """Return a complete answer; the drafter has this acceptance rate, None uses no drafter."""
+def answered(base: FrozenBase) -> ChatAnswer:
+    """Return a complete answer, whose drafter is always right."""
     prompt = Dialogue(tokenizer_of(base)).prompt_for(ASKED)
     said = generate(base, None, [prompt], max_new_tokens=24).tokens[0]
-    drafter = None if rate is None else Oracle([prompt + said], 3, base.vocab_size, rate=rate)
-    answer = ChatAnswer(base, prompt, drafter, None if rate is None else chain(3), 24, GREEDY)
+    drafter = Oracle([prompt + said], 3, base.vocab_size)
+    answer = ChatAnswer(base, prompt, drafter, chain(3), 24, GREEDY)
     while not answer.is_over:
         answer.step()
     return answer
@@ -67,12 +67,6 @@ def test_answer_equals_the_base_and_has_the_origin_of_each_token(base: FrozenBas
     assert origins[:24] == [BASE_ORIGIN, *[*drafts, BASE_ORIGIN] * 5, *drafts]
     assert answer.summary().startswith("3.83 tokens per forward, ")
     assert answer.tokens_per_second > 0
-
-
-def test_base_alone_generates_every_token(base: FrozenBase):
-    answer = answered(base, rate=None)
-    assert {origin for _, origin in answer.pieces} == {BASE_ORIGIN}
-    assert answer.summary().startswith("1.00 tokens per forward, ")
 
 
 def test_dialogue_uses_the_chat_template_and_keeps_earlier_tokens(base: FrozenBase):

@@ -43,14 +43,6 @@ def test_preview_shows_the_loss_mask_and_writes_no_run(overrides: list[str], cap
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("depth", ["three", "0"])
-def test_preview_refuses_the_head_that_training_refuses(
-    depth: str, overrides: list[str], refusal: Any
-):
-    line = refusal("train", *overrides, f"head.depth={depth}", "preview=1")
-    assert "head.depth must be a whole number, at least 1" in line
-
-
 # a phase that reads the corpus itself would be refused: see below
 @pytest.mark.parametrize("command", [["train", "~schedule.phases.corpus"], ["distill"]])
 def test_corpus_of_questions_shows_prompts(command: list[str], overrides: list[str], capsys: Any):
