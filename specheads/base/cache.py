@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from specheads.base.compile import EXTENT
 from specheads.base.recurrent import LayerKind, RecurrentLayer
@@ -200,9 +200,10 @@ def _layer(kinds: Sequence[LayerKind], index: int, cache: RowCache) -> Any:
     """Return a layer; one with keys is numbered among its like."""
     has_keys, num_states = kinds[index]
     number = sum(kind.has_keys for kind in kinds[:index])
-    if not num_states:
-        return RowLayer(number, cache) if has_keys else DummyLayer()
-    return HybridLayer(number, cache, num_states) if has_keys else RecurrentLayer(num_states)
+    if has_keys:
+        return HybridLayer(number, cache, num_states) if num_states else RowLayer(number, cache)
+    # a layer that keeps nothing has no states; its own class came with transformers 5.20
+    return RecurrentLayer(num_states)
 
 
 class StateLocation(NamedTuple):

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from textwrap import shorten
 from typing import Any, cast
 
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -55,7 +56,7 @@ def reading(content: str, source: str, remedy: str = REWRITE) -> Iterator[None]:
             raise InputError(
                 f"a base must be a folder, a Hub id or a GGUF file, got {source!r:.200}: there is "
                 f"no such folder, and the Hub gives {reason(error)}; correct its name, or "
-                "check the network"
+                f"{'unset HF_HUB_OFFLINE' if HF_HUB_OFFLINE else 'check the network'}"
             ) from error
         # a damaged file can raise any error in transformers, and a bare Exception in tokenizers
         raise InputError(

@@ -14,6 +14,7 @@ from specheads.commands._call import checked_settings
 from specheads.commands._library import load_base_and_head
 from specheads.config.commands import Export
 from specheads.core.errors import InputError
+from specheads.core.files import writable_folder
 from specheads.data.prompts import load_prompts
 from specheads.export.layouts import engine_module
 from specheads.export.write import Parity, export_head, generate_check_texts
@@ -60,7 +61,7 @@ def export(
     engine_module(settings.engine)
     if not settings.out:
         raise InputError("an export needs its own folder: add out=FOLDER")
-    folder = Path(settings.out)
+    folder = writable_folder(settings.out)
     base, head = load_base_and_head(settings, base)
     tokenizer = base.tokenizer_for("the check of an export")
     prompts = load_prompts("python_stdlib", tokenizer, num_prompts=8, prompt_tokens=64)

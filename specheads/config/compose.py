@@ -234,7 +234,8 @@ def expand_overrides(command: str, overrides: Sequence[str]) -> list[str]:
         # Hydra would ignore its own settings
         if key.lstrip("+~").startswith(("-", "hydra")):
             raise UnknownSettingError(key)
-        if not data_dir("configs").joinpath(key, f"{value}.yaml").is_file():
+        is_path = "/" in value
+        if is_path or not data_dir("configs").joinpath(key, f"{value}.yaml").is_file():
             key = full_names.get(key, key)
         if group := OPTIONAL.match(f"{key}={value}"):
             expanded.append(f"{group[1]}={{{group[2]}:{{}}}}")

@@ -1,6 +1,8 @@
 """Commands in poor surroundings: no home, no UTF-8, no space, a proxy, an application's Hydra."""
 
+import errno
 import io
+import os
 import pwd
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ from hydra.version import getbase
 from openai import DefaultHttpxClient
 
 from specheads.commands._call import call
-from specheads.config import compose
+from specheads.config import compose, data_dir
 from specheads.core.errors import InputError
 from specheads.training.distill.openai import http_client, proxy_note
 
@@ -103,3 +105,60 @@ def test_only_this_machine_is_reached_without_a_proxy(
     else:
         with pytest.raises(InputError, match="unset ALL_PROXY"):
             http_client(url, DefaultHttpxClient)
+
+
+HEAD = str(data_dir("recipes") / "smollm2_long/head")
+NEEDS_HUB = {
+    "train": ["recipe=smoke"],
+    "distill": ["recipe=smoke", "out=text"],
+    "evaluate": [f"head={HEAD}", "out=report"],
+    "compare": [f"heads=[{HEAD}]", "out=report"],
+    "tune": [f"head_path={HEAD}"],
+    "chat": [f"head={HEAD}"],
+    "export": [f"head={HEAD}", "engine=vllm", "out=served"],
+    "serve-features": ["recipe=smoke", "features.folder=states"],
+}
+
+
+@pytest.mark.parametrize("command", NEEDS_HUB)
+def test_command_without_a_network_names_the_variable(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Any
+):
+    # all tests run with HF_HUB_OFFLINE=1
+    monkeypatch.chdir(tmp_path)
+    line = refusal(command, *NEEDS_HUB[command], "base=ada/base")
+    assert "ada/base" in line
+    assert "unset HF_HUB_OFFLINE" in line
+
+
+WRITES = {
+    "train": ["recipe=smoke", "run_dir={folder}/run"],
+    "distill": ["recipe=smoke", "out={folder}/text"],
+    "evaluate": [f"head={HEAD}", "base=tiny_code", "out={folder}/report"],
+    "compare": [f"heads=[{HEAD}]", "base=tiny_code", "out={folder}/report"],
+    "export": [f"head={HEAD}", "base=tiny_code", "engine=vllm", "out={folder}/served"],
+}
+
+
+@pytest.mark.parametrize("command", WRITES)
+def test_command_without_write_rights_names_the_folder(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Any
+):
+    folder, access, mkdir = tmp_path / "locked", os.access, os.mkdir
+    folder.mkdir()
+
+    def locked_access(path: Any, mode: int) -> bool:
+        return access(path, mode) and not (mode & os.W_OK and folder.samefile(path))
+
+    def locked_mkdir(path: Any, mode: int = 0o777) -> None:
+        if folder in Path(path).parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        mkdir(path, mode)
+
+    # the rights of root, who may run this test, do not depend on the folder's mode
+    monkeypatch.setattr(os, "access", locked_access)
+    monkeypatch.setattr(os, "mkdir", locked_mkdir)
+    line = refusal(command, *(word.format(folder=folder) for word in WRITES[command]))
+    assert str(folder) in line
+    assert "writable" in line
+    assert not any(folder.iterdir())
