@@ -1,4 +1,4 @@
-"""A drafter whose guess depends on the last token alone, and trees after single positions."""
+"""Drafters whose guess depends on the last token or the level alone, and trees from them."""
 
 import torch
 from jaxtyping import Float
@@ -24,6 +24,25 @@ class Markov(Drafter):
     def extend(self, state: None, tokens: Tensor, parents: Tensor) -> tuple[Tensor, None]:
         del state, parents
         return self.table[tokens], None
+
+
+class Levels(Drafter):
+    """Gives the same logits at every node of a level, as Medusa does; column 0 is token `first`."""
+
+    def __init__(self, logits: Float[Tensor, "batch level vocab"], first: int = 0) -> None:
+        self.logits, self.depth, self.first = logits, logits.shape[1], first
+
+    def to_tokens(self, drafted: Tensor) -> Tensor:
+        return drafted + self.first
+
+    def begin(self, committed: Committed, memory: None) -> tuple[Tensor, int]:
+        del memory
+        return self.logits[:, :1].expand(len(committed.counts), -1, -1), 1
+
+    def extend(self, state: int, tokens: Tensor, parents: Tensor) -> tuple[Tensor, int]:
+        assert tokens.shape == parents.shape
+        logits = self.logits[:, state : state + 1].expand(*tokens.shape, -1)
+        return logits, state + 1
 
 
 def grow(

@@ -4,34 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.core.drafter import Drafter
-from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees import policies
 from tests import tiny
-from tests.decoding.markov import Markov, grow
+from tests.decoding.markov import Levels, Markov, grow
 
 DRAWN = Sampling(temperature=1.0)
-
-
-class Laws(Drafter):
-    """Gives the same logits at every node; the k-th column is token `first + k`."""
-
-    def __init__(self, logits: Tensor, depth: int = 1, first: int = 0) -> None:
-        self.logits, self.depth, self.first = logits, depth, first
-
-    def to_tokens(self, drafted: Tensor) -> Tensor:
-        return drafted + self.first
-
-    def begin(self, committed: Committed, memory: None) -> tuple[Tensor, None]:
-        del memory
-        return self.logits.expand(len(committed.counts), 1, -1), None
-
-    def extend(self, state: None, tokens: Tensor, parents: Tensor) -> tuple[Tensor, None]:
-        del state, parents
-        return self.logits.expand(*tokens.shape, -1), None
 
 
 class Bigrams(Markov):
@@ -91,7 +71,7 @@ def test_a_coupled_guess_is_right_at_the_computed_rate(seed, spread, vocab):
     base, draft = planted(seed, spread, vocab)
     count = 8_000
     rows = sampling_rows(count, vocab)
-    tree = grow(policies.chain(1), Laws(draft), [0] * len(rows.sampling), rows)
+    tree = grow(policies.chain(1), Levels(draft[None, None]), [0] * len(rows.sampling), rows)
     share = (chosen(rows, tree, base)[:, 0] == tree.tokens[:, 1]).double().mean()
     expected = agreement(base, draft)
     error = (expected * (1 - expected) / count) ** 0.5
@@ -116,7 +96,12 @@ def test_a_drafter_that_is_the_base_is_always_right_whatever_is_asked_for(law, f
     base = planted(5, 0.0, 30)[0]
     base[:first] = -torch.inf
     rows = sampling_rows(200, 30, law)
-    tree = grow(policies.chain(4), Laws(base[first:], 4, first), [0] * len(rows.sampling), rows)
+    tree = grow(
+        policies.chain(4),
+        Levels(base[first:].expand(1, 4, -1), first),
+        [0] * len(rows.sampling),
+        rows,
+    )
     assert torch.equal(chosen(rows, tree, base)[:, :4], tree.tokens[:, 1:])
 
 
@@ -124,7 +109,7 @@ def test_a_drafter_that_is_the_base_is_always_right_whatever_is_asked_for(law, f
 
 
 def test_greedy_rows_next_to_sampling_rows_keep_their_drafts():
-    drafter = Laws(planted(1, 1.0, 9)[1], 2)
+    drafter = Levels(planted(1, 1.0, 9)[1].expand(1, 2, -1))
     mixed = SamplingState(
         [GREEDY, DRAWN, Sampling(repetition_penalty=2.0)],
         torch.full((3,), 4),

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from specheads.config.compose import settings_of
 from specheads.config.shared import TREES, TreeSettings
@@ -17,25 +16,10 @@ from specheads.core.tree import TokenTree
 from specheads.decoding.trees.policies import Beam, BestFirst, Product, Static, chain
 from specheads.decoding.trees.tuned import fixed_policy
 from specheads.heads.load import load_head
-from tests.decoding.markov import grow
+from tests.decoding.markov import Levels, grow
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MEDUSA_TREES = ("medusa_tree_mc_sim_7b_63", "medusa_tree_vicuna_7b_stage2")
-
-
-class Levels(Drafter):
-    """Gives the same logits at every node of a level, as Medusa does: (batch, level, vocab)."""
-
-    def __init__(self, logits: Tensor) -> None:
-        self.logits, self.depth = logits, logits.shape[1]
-
-    def begin(self, committed, memory):
-        del committed, memory
-        return self.logits[:, :1], 1
-
-    def extend(self, state, tokens, parents):
-        assert tokens.shape == parents.shape
-        return self.logits[:, state : state + 1].expand(-1, tokens.shape[1], -1), state + 1
 
 
 class Walker(Drafter):
