@@ -169,7 +169,7 @@ def test_speed_bench_shows_categories_and_lengths_in_results_report_and_csv(
         *(("", category) for category in CATEGORIES),
         *((length, entropy) for length in LENGTHS for entropy in ENTROPIES),
     ]
-    assert (rows[0]["subset"], rows[-1]["subset"]) == ("speed/coding", "speed/32k/mixed")
+    assert (rows[0]["subset"], rows[-1]["subset"]) == ("speed/coding", f"speed/{LENGTHS[-1]}/mixed")
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
         assert sum(int(row[name]) for row in rows) == getattr(made.online, name)
     page = (tmp_path / "out/report.html").read_text()
