@@ -1,13 +1,15 @@
 """Tiny random bases whose layers keep states, one of each class of transformers."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specheads.base.file_checks import attention_of
 from specheads.base.model import FrozenBase
+from specheads.config import data_dir
 
 VOCAB = 97
 _SIZES: dict[str, Any] = {
@@ -126,6 +128,15 @@ def _sharpen(name: str, values: torch.Tensor) -> None:
 def base(kind: str, dtype: torch.dtype = torch.float64) -> FrozenBase:
     """Return a base, shared by all tests."""
     return FrozenBase(model(kind, dtype), name=f"tiny-{kind}")
+
+
+def saved(folder: Path, kind: str) -> Path:
+    """Save a random base in float32, with the tokenizer of recipes/tiny_code; return its folder."""
+    tokenizer = AutoTokenizer.from_pretrained(data_dir("recipes") / "tiny_code" / "base")
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model(kind, torch.float32, vocab_size=len(tokenizer), **special).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def prompts(*lengths: int) -> list[list[int]]:

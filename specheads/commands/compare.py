@@ -30,6 +30,7 @@ from specheads.decoding.draft_model import refuse_vocabulary
 from specheads.decoding.trees.hybrid import remove_lookup
 from specheads.heads.load import load_head
 from specheads.measure.compare import (
+    NEEDS_KEYS,
     compare_methods,
     comparison_tables,
     make_condition,
@@ -67,6 +68,8 @@ def compare(
     evaluation, names = settings.evaluation, method_names(settings.drafters, settings.draft_model)
     folder = writable_folder(output_folder(settings))
     base, heads = _load(settings, base)
+    if base.has_states and not settings.drafters:
+        names = [name for name in names if name not in NEEDS_KEYS]
     prompts = evaluation_prompts(base, min(head.depth for head in heads.values()), settings)
     tokens = [prompt.tokens for prompt in prompts.prompts]
     draft_model = None

@@ -24,6 +24,11 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import Tuned
 
 
+def can_verify(base: FrozenBase, tree: policies.TreePolicy) -> bool:
+    """Return whether a base can verify the trees of a policy: one with states verifies chains."""
+    return tree.is_chain or not base.has_states
+
+
 def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
     """Return the head's tuned trees if they were measured on the same device type, else a chain.
 
@@ -33,8 +38,8 @@ def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
     tuned = drafter.tuned
     if isinstance(tuned, Tuned) and tuned.machine.device == base.device.type:
         policy = tuned.policy()
-        is_possible = policy.is_chain or not base.has_states
-        if is_possible and (policy.depth or tuned.fits(base.device, base.dtype)):
+        pays = policy.depth or tuned.fits(base.device, base.dtype)
+        if pays and can_verify(base, policy):
             return policy
     return policies.chain(drafter.depth)
 
@@ -53,7 +58,7 @@ def resolve_tree(
         policy = tree
     if not isinstance(policy, policies.TreePolicy):
         raise InputError(f"a tree is a TreePolicy, such as policies.chain(3), got {tree!r:.80}")
-    if base.has_states and not policy.is_chain:
+    if not can_verify(base, policy):
         raise InputError(f"{CHAINS_ONLY}, not {policy.name}")
     if not policy.draft_depth:
         return None, policy

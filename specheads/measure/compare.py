@@ -19,6 +19,7 @@ from specheads.base.loading import without_generation_config
 from specheads.base.model import FrozenBase
 from specheads.config.commands import HYBRIDS
 from specheads.core.drafter import Drafter, Head
+from specheads.core.errors import InputError
 from specheads.core.machine import synchronise
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.sampling import expand_sampling
@@ -43,6 +44,8 @@ SINKS = 4
 """First tokens of a text that streaming attends to."""
 WINDOW = 60
 """Recent tokens that streaming attends to."""
+NEEDS_KEYS = ("hybrid", "streaming", "transformers_lookup", "transformers_assisted")
+"""Methods that a base with states cannot run: they branch, or cut its text."""
 DRAFT_DEPTH = 4
 """Tokens that streaming and the draft model draft, as a chain."""
 
@@ -122,6 +125,11 @@ def make_methods(
         }
     methods: dict[str, Method] = {}
     for name in names:
+        if base.has_states and name in NEEDS_KEYS:
+            raise InputError(
+                f"the drafter {name} needs a base with keys and values only, and layers of "
+                f"{base.config.model_type!r} keep states; leave it out of drafters"
+            )
         if name == "head":
             methods |= {label: DraftMethod(head, trees[label]) for label, head in heads.items()}
         elif name in HYBRIDS:

@@ -12,6 +12,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.prompts import PromptSet
 from specheads.decoding.cost import StepCost
+from specheads.decoding.engine import can_verify
 from specheads.decoding.trees import policies, tuned
 from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.tuned import (
@@ -140,6 +141,7 @@ class Tuner:
         """Choose a tree at each batch size and at the context length of each of the texts."""
         base, ranks = self.base, [text.ranks for group in texts for text in group.fit_texts]
         trees = tune_trees.candidate_trees(ranks, self.head.depth, self.max_nodes)
+        trees = [tree for tree in trees if can_verify(base, tree)]
         # a quick choice times its finalists, whatever the fit predicts
         cost, error = measure_until_it_fits(
             partial(self.measure_cost, texts, trees, batches), is_required=not self.quick
@@ -209,7 +211,8 @@ class Tuner:
         hybrids = [HybridTree(tree, size) for tree in dict.fromkeys(finalists) for size in COPIED]
         distinct = dict.fromkeys([*finalists, *other_sizes[:2], *hybrids])
         longest = self.base.max_length - texts.context
-        return [tree for tree in distinct if tokens_after(tree.depth) <= longest]
+        possible = [tree for tree in distinct if can_verify(self.base, tree)]
+        return [tree for tree in possible if tokens_after(tree.depth) <= longest]
 
     def time_finalists(
         self, trees: Sequence[policies.TreePolicy], texts: TuningTexts, batch: int
