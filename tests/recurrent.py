@@ -1,11 +1,18 @@
 """Tiny random bases whose layers keep states, one of each class of transformers."""
 
 import functools
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+)
 
 from specheads.base.file_checks import attention_of
 from specheads.base.model import FrozenBase
@@ -137,6 +144,22 @@ def saved(folder: Path, kind: str) -> Path:
     model(kind, torch.float32, vocab_size=len(tokenizer), **special).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    """Return the text that transformers alone decodes after a prompt, with its own cache."""
+    names, text = signature(model.base_model.forward).parameters, list(prompt)
+    argument = "cache_params" if "cache_params" in names else "past_key_values"
+    cache: dict[str, Any] = {argument: DynamicCache(config=model.config.get_text_config())}
+    new = torch.tensor([prompt])
+    while len(text) < len(prompt) + count:
+        positions = torch.arange(len(text) - new.shape[1], len(text))[None]
+        # Mamba has no positions
+        places = {"position_ids": positions} if "position_ids" in names else {}
+        new = model(input_ids=new, use_cache=True, **cache, **places).logits[:, -1:].argmax(-1)
+        text.append(int(new))
+    return text[len(prompt) :]
 
 
 def prompts(*lengths: int) -> list[list[int]]:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
 from specheads.config.training import JointSettings
+from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.data.packing import TokenBatch
 from specheads.decoding.noise import bits
@@ -25,6 +26,11 @@ class JointTraining:
     """An adapter of the base, initialised from `seed`, that joint phases train with the head."""
 
     def __init__(self, base: FrozenBase, settings: JointSettings, seed: int = 0) -> None:
+        if base.has_states:
+            raise InputError(
+                "joint training needs a base with keys and values only, and layers of "
+                f"{base.config.model_type!r} keep states; train the head alone"
+            )
         self.base, self._original_projection = base, base.projection
         self.adapter = Adapter(
             base.model,

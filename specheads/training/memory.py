@@ -90,7 +90,7 @@ class StageMemory:
     head_weights_bytes: int = 0
     optimizer_state_bytes: int = 0
     keys_and_values_bytes: int = 0
-    """Cache of the texts that the base generates."""
+    """Cache of the texts that the base generates, with the states of recurrent layers."""
     activations_bytes: int = 0
     """Activations and logits, and gradients in training."""
     fetched_features_bytes: int = 0
@@ -204,7 +204,7 @@ class MetaTraining:
         slots = rows * (text_tokens(distill) + 2 * self.head.depth)
         return replace(
             self.weights_memory(),
-            keys_and_values_bytes=slots * self.base.slot_bytes,
+            keys_and_values_bytes=slots * self.base.slot_bytes + rows * self.base.state_bytes,
             activations_bytes=memory.peak,
         )
 

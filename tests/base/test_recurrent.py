@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache
 
 from specheads.base.model import FrozenBase
 from specheads.base.recurrent import RecurrentLayer
@@ -21,7 +20,6 @@ from tests.oracle import Oracle
 
 DEPTH = 4
 LENGTHS = (5, 40, 115, 9)
-MAMBA = ("mamba", "mamba2", "falcon_mamba")
 ALL = [
     pytest.param(kind, dtype, 70, marks=pytest.mark.slow)
     for dtype in (torch.float64, torch.float32)
@@ -44,26 +42,11 @@ def oracle(base: FrozenBase, texts: list[list[int]]) -> Oracle:
     return drafter
 
 
-@torch.inference_mode()
-def greedy(base: FrozenBase, prompt: list[int], count: int) -> list[int]:
-    """Return the text that transformers alone decodes after a prompt."""
-    model, text = base.model, list(prompt)
-    cache: dict[str, Any] = {base.forwards.cache_argument: DynamicCache(config=base.config)}
-    new = torch.tensor([prompt])
-    while len(text) < len(prompt) + count:
-        positions = torch.arange(len(text) - new.shape[1], len(text))[None]
-        # Mamba has no positions
-        places = {"position_ids": positions} if base.config.model_type not in MAMBA else {}
-        new = model(input_ids=new, use_cache=True, **cache, **places).logits[:, -1:].argmax(-1)
-        text.append(int(new))
-    return text[len(prompt) :]
-
-
 @pytest.mark.parametrize(("kind", "dtype", "count"), [*DEFAULT, *ALL])
 def test_chains_give_the_text_of_greedy_decoding(kind: str, dtype: torch.dtype, count: int):
     # rows leave and join: three are decoded together, and texts exceed every chunk
     base, prompts = recurrent.base(kind, dtype), recurrent.prompts(*LENGTHS)
-    texts = [greedy(base, prompt, count) for prompt in prompts]
+    texts = [recurrent.greedy(base.model, prompt, count) for prompt in prompts]
     assert all(len({*text}) > 2 for text in texts)
     drafter = oracle(base, [p + t for p, t in zip(prompts, texts, strict=True)])
     decoded = decode(base, drafter, prompts, max_new_tokens=count, max_batch=3)
@@ -74,7 +57,7 @@ def test_chains_give_the_text_of_greedy_decoding(kind: str, dtype: torch.dtype, 
 
 def test_without_a_rollback_the_text_differs(monkeypatch):
     base, prompts = recurrent.base("qwen3_5_text"), recurrent.prompts(9)
-    text = greedy(base, prompts[0], 20)
+    text = recurrent.greedy(base.model, prompts[0], 20)
     drafter = Oracle([prompts[0] + text], DEPTH, base.vocab_size, rate=0.5)
     assert decode(base, drafter, prompts, max_new_tokens=20).tokens == [text]
     monkeypatch.setattr(RecurrentLayer, "commit", lambda layer, _: setattr(layer, "call", None))

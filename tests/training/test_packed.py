@@ -10,20 +10,21 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.base.model import FrozenBase
 from specheads.config.training import LOSSES, JointSettings, Phase
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for_base, kinds
 from specheads.measure.offline import offline_logits
 from specheads.training.depth_loss import DepthLoss
 from specheads.training.joint import JointTraining
 from specheads.training.objective import Objective, draft_labels, draw_labels
-from tests import tiny
+from tests import recurrent, tiny
 from tests.packed import alone, chains_of, packed, pieces, texts
 
 DEPTH = 2
 
 
-def head_of(kind: str) -> Head:
-    head = build_for_base({"kind": kind, "depth": DEPTH}, tiny.base()).double()
+def head_of(kind: str, base: FrozenBase | None = None) -> Head:
+    head = build_for_base({"kind": kind, "depth": DEPTH}, base or tiny.base()).double()
     for parameter in head.parameters():
         parameter.data.copy_(torch.randn_like(parameter) * 0.3)
     return head
@@ -67,9 +68,11 @@ def phase(**changes: object) -> Phase:
     return Phase(**settings | changes)  # pyright: ignore[reportArgumentType]
 
 
-def loss_of(head: Head, batch: TokenBatch, settings: Phase) -> tuple[DepthLoss, list[torch.Tensor]]:
+def loss_of(
+    head: Head, batch: TokenBatch, settings: Phase, base: FrozenBase | None = None
+) -> tuple[DepthLoss, list[torch.Tensor]]:
     """Return a head's loss on a batch, and its gradients."""
-    base = tiny.base()
+    base = base or tiny.base()
     features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
     labels = draft_labels(head, batch, draw_labels(batch, head, settings))
     loss = Objective(head)(features, batch, labels, base.logits_of, settings)
@@ -99,6 +102,23 @@ def test_packed_loss_equals_separate_loss_for_every_kind(kind: str):
     batch = packed(documents)
     blind, _ = loss_of(head, TokenBatch(batch.tokens, batch.loss_mask), settings)
     assert not same(blind, expected, within=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "granitemoehybrid", "falcon_h1"])
+@pytest.mark.parametrize("kind", ["eagle3", "redrafter", "dflash", "mtp"])
+def test_packed_loss_equals_separate_loss_for_bases_with_states(kind: str, architecture: str):
+    base = recurrent.base(architecture)
+    head, documents = head_of(kind, base), texts()
+    loss, slopes = loss_of(head, packed(documents), phase(), base)
+    expected, expected_slopes = loss_of(head, alone(documents), phase(), base)
+    assert same(loss, expected, within=1e-5)
+    for slope, expected_slope in zip(slopes, expected_slopes, strict=True):
+        torch.testing.assert_close(slope, expected_slope, rtol=1e-5, atol=1e-5)
+
+
+def test_joint_training_of_a_base_with_states_is_refused():
+    with pytest.raises(InputError, match=r"joint training needs .*'lfm2' keep states"):
+        JointTraining(recurrent.base("lfm2"), JointSettings())
 
 
 @pytest.mark.parametrize("loss", LOSSES)
