@@ -236,8 +236,8 @@ def _engines(
     # a copy of the base belongs in the base's repository
     for engine in (name for name in engines() if name != "base"):
         module = engine_module(engine)
-        layout = module.LAYOUTS.get(head.kind)
-        if layout and not objection(head, base, layout):
+        if not objection(head, base, engine):
+            layout = module.LAYOUTS[head.kind]
             status = "run" if layout.verified == "run" else "not run here"
             export = (
                 f"specheads export head={head_path} base={base_words} engine={engine} out=served"

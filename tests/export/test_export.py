@@ -37,7 +37,7 @@ from specheads.heads.load import build_for_base, copy_head
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.report import write_report
-from tests import tiny
+from tests import recurrent, tiny
 from tests.oracles import ORACLES, eagle3, medusa
 from tests.oracles.shared import DraftOracle, view_base
 from tests.results import bare
@@ -134,8 +134,7 @@ def variants(kind: str, engine: str, base: FrozenBase, depth: int = 3) -> Iterat
     """Yield every variant of a head that an engine can serve."""
     for settings in [*VARIANTS[kind], REDUCED[kind]]:
         head = make(kind, base, depth, **settings)
-        layout = engine_module(engine).LAYOUTS[kind]
-        if not objection(head, base, layout):
+        if not objection(head, base, engine):
             yield head
 
 
@@ -560,3 +559,13 @@ def test_serving_command_names_a_base_revision_other_than_main(
     monkeypatch.setattr(base, "location", "ada/base")
     monkeypatch.setattr(base, "revision", "v2")
     assert component in command(head, base, engine)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engines"), [("qwen3_5_text", "sglang, speculators, vllm"), ("bamba", "none")]
+)
+def test_a_base_with_states_is_served_by_engines_that_roll_them_back(kind: str, engines: str):
+    base = recurrent.base(kind)
+    head = build_for_base({"kind": "eagle3", "aux_layers": [1, 2, 3]}, base)
+    with pytest.raises(InputError, match=f"no base of type {kind}, .*engines that can: {engines}"):
+        find_layout(head, base, "llama_cpp")

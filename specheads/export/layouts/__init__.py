@@ -10,9 +10,16 @@ from dataclasses import asdict
 from types import ModuleType
 
 from specheads.base.ends import BaseEnds
+from specheads.base.recurrent import layer_kinds
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.export.layouts._shared import Layout
+
+BASES_WITH_STATES = dict.fromkeys(
+    ("sglang", "speculators", "vllm"),
+    ("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
+"""Bases with recurrent layers that an engine rolls back, and whose streams it gives to a head."""
 
 
 def engines() -> list[str]:
@@ -30,25 +37,26 @@ def engine_module(engine: str) -> ModuleType:
 
 def find_layout(head: Head, base: BaseEnds, engine: str) -> Layout:
     """Return the engine's layout for this head; the error names the engines that can serve it."""
-    layout = engine_module(engine).LAYOUTS.get(head.kind)
-    if reason := objection(head, base, layout):
-        engines_that_can = [
-            name
-            for name in engines()
-            if not objection(head, base, engine_module(name).LAYOUTS.get(head.kind))
-        ]
+    if reason := objection(head, base, engine):
+        engines_that_can = [name for name in engines() if not objection(head, base, name)]
         raise InputError(
             f"engine {engine} cannot serve this {head.kind} head: {reason}; engines that can: "
             f"{', '.join(engines_that_can) or 'none'}"
         )
-    assert layout is not None
-    return layout
+    return engine_module(engine).LAYOUTS[head.kind]
 
 
-def objection(head: Head, base: BaseEnds, layout: Layout | None) -> str:
-    """Return why a layout cannot hold a head, or an empty string."""
+def objection(head: Head, base: BaseEnds, engine: str) -> str:
+    """Return why an engine cannot serve a base with a head, or an empty string."""
+    layout, kind = engine_module(engine).LAYOUTS.get(head.kind), base.config.model_type
     if layout is None:
         return "it does not load this kind"
+    if layer_kinds(base.config) and kind not in BASES_WITH_STATES.get(engine, ()):
+        return f"it drafts for no base of type {kind}, whose layers keep states"
+    return _layout_objection(head, base, layout)
+
+
+def _layout_objection(head: Head, base: BaseEnds, layout: Layout) -> str:
     if head.drafts_blocks and base.projection.bias is not None:
         return "it applies the base's lm_head to such heads without its bias"
     if head.adds_to_base_logits and base.projection.scale != 1.0 and head.draft_ids is None:
