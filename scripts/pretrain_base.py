@@ -1,4 +1,4 @@
-"""Train a small Llama-architecture language model from text, such as the base of tiny_code.
+"""Train a small language model from text, such as the base of tiny_code.
 
     python scripts/pretrain_base.py --data python_stdlib --out my_base
 
@@ -22,8 +22,8 @@ import torch
 from datasets import Dataset, load_dataset
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
@@ -64,6 +64,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", required=True, type=Path, help="folder to make")
     for name, value in (SHAPE | SIZES).items():
         add(f"--{name.replace('_', '-')}", type=int, default=value, help="(%(default)s)")
+    add("--architecture", default="llama", help="model_type of transformers (%(default)s)")
+    add("--settings", type=json.loads, default={}, help="JSON of further settings of its config")
     add("--learning-rate", type=float, default=2.5e-3, help="peak (%(default)s)")
     add("--warmup-steps", type=int, default=50, help="of the learning rate (%(default)s)")
     add("--seed", type=int, default=0)
@@ -159,7 +161,8 @@ def build_base(options: argparse.Namespace, texts: Dataset) -> tuple[Any, Any]:
         eos_token=END,
         model_max_length=options.context,
     )
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        options.architecture,
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=options.mlp_width,
@@ -170,8 +173,9 @@ def build_base(options: argparse.Namespace, texts: Dataset) -> tuple[Any, Any]:
         max_position_embeddings=options.context,
         tie_word_embeddings=True,
         **{"bos_token_id": end, "eos_token_id": end, "pad_token_id": None},
+        **options.settings,
     )
-    return LlamaForCausalLM(config), tokenizer
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32), tokenizer
 
 
 def pack_rows(texts: Dataset, tokenizer: Any, length: int) -> Dataset:
