@@ -36,11 +36,9 @@ from specheads.export.write import (
 from specheads.heads.load import build_for_base, copy_head
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks, replay
-from specheads.measure.report import write_report
 from tests import recurrent, tiny
 from tests.oracles import ORACLES, eagle3, medusa
 from tests.oracles.shared import DraftOracle, view_base
-from tests.results import bare
 from tests.tuned import tree
 from tests.tuned import tuned as made_up
 
@@ -486,23 +484,16 @@ def test_export_replaces_only_an_earlier_export(base, texts, tmp_path, monkeypat
         ("locked/new", "is not writable"),
     ],
 )
-def test_unwritable_folder_is_refused_before_any_work(
-    name: str, reason: str, tmp_path: Path, base: FrozenBase, monkeypatch: pytest.MonkeyPatch
-):
+def test_unwritable_folder_is_refused_before_any_work(name, reason, tmp_path, base, monkeypatch):
     (tmp_path / "file").write_text("kept")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "locked").mkdir()
-    before = sorted(tmp_path.iterdir())
+    before, head = sorted(tmp_path.iterdir()), make("medusa", base)
     # root can write anywhere
     monkeypatch.setattr("os.access", lambda path, _: Path(path).name != "locked")
-    head, out = make("medusa", base), tmp_path / name
-    for attempt in (
-        lambda: export_head(head, base, "vllm", out, []),
-        lambda: generate_check_texts(head, base, "vllm", out, []),
-        lambda: write_report(out, bare(), []),
-    ):
+    for write in (export_head, generate_check_texts):
         with pytest.raises(InputError, match=reason):
-            attempt()
+            write(head, base, "vllm", tmp_path / name, [])
     assert sorted(tmp_path.iterdir()) == before
 
 
