@@ -353,7 +353,7 @@ def _config(source: Source, words: Sequence[str]) -> Any:
     from speculators.train.config import TrainConfig
     from speculators.train.config.schema import CONFIG_DESTS
 
-    chosen = dict(word.split("=", 1) for word in words)
+    chosen = {name: value for name, _, value in (word.partition("=") for word in words)}
     settings: dict[str, Any] = {
         "verifier_name_or_path": source.base.location,
         "target_layer_ids": [*source.layers],
