@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.config.training import Phase
-from specheads.core import machine
+from specheads.core import features, machine
 from specheads.core.kernels import without_cudnn_attention
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for_base, kinds
@@ -29,7 +29,9 @@ def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
 
 @pytest.mark.parametrize("kind", kinds())
 def test_training_step_synchronises_once(kind, monkeypatch):
-    monkeypatch.setattr(objectives, machine.to_device.__name__, uploaded)
+    # it copies without waiting
+    for module in (objectives, features):
+        monkeypatch.setattr(module, machine.to_device.__name__, uploaded)
     base = tiny.base()
     head = build_for_base({"kind": kind}, base).to(base.dtype).to(META).train()
     model: Any = copy.deepcopy(base.model)
