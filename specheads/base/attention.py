@@ -241,9 +241,29 @@ class DocumentAttention:
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         """Compute attention (batch, time, heads, width)."""
-        if changes_scores(inputs) or inputs.settings.get("dropout") or not _fits(inputs):
+        _, query, key, value, _, scaling, settings = inputs
+        on_cuda = query.device.type == "cuda"
+        is_uniform = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
+        fits = not on_cuda or (is_uniform and flash_supports(query.dtype, query.shape[-1]))
+        if changes_scores(inputs) or settings.get("dropout") or not fits:
             return _compute_as_transformers(inputs)
-        return _attend_documents(self.documents, inputs)
+        lengths, bounds = self.documents
+        # one split along one axis needs only one concatenation in the backward pass
+        flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
+        if on_cuda:
+            mixed = _attend_flash(flat[0], flat[1], flat[2], bounds, max(lengths), scaling)
+            return mixed.unflatten(0, (len(query), -1))
+        mixed_documents = []
+        for states in zip(*(values.split(lengths) for values in flat), strict=True):
+            document_states = [piece.transpose(0, 1)[None] for piece in states]
+            mixed = F.scaled_dot_product_attention(
+                *document_states,
+                is_causal=True,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            mixed_documents.append(mixed[0].transpose(0, 1))
+        return torch.cat(mixed_documents).unflatten(0, (len(query), -1))
 
 
 def document_attention(
@@ -254,36 +274,6 @@ def document_attention(
     if any(window is not None and window < longest for window in windows):
         return None
     return DocumentAttention(documents)
-
-
-def _fits(inputs: AttentionInputs) -> bool:
-    """Return whether the device supports these tensors: on CUDA, whether flash attention does."""
-    query, key, value = inputs.query, inputs.key, inputs.value
-    if query.device.type != "cuda":
-        return True
-    is_uniform = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
-    return is_uniform and flash_supports(query.dtype, query.shape[-1])
-
-
-def _attend_documents(documents: PackedDocuments, inputs: AttentionInputs) -> Tensor:
-    """Return (batch, time, heads, width)."""
-    (lengths, bounds), (_, query, key, value, _, scaling, _) = documents, inputs
-    # one split along one axis needs only one concatenation in the backward pass
-    flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
-    if query.device.type == "cuda":
-        mixed = _attend_flash(flat[0], flat[1], flat[2], bounds, max(lengths), scaling)
-        return mixed.unflatten(0, (len(query), -1))
-    mixed_documents = []
-    for states in zip(*(values.split(lengths) for values in flat), strict=True):
-        document_states = [piece.transpose(0, 1)[None] for piece in states]
-        mixed = F.scaled_dot_product_attention(
-            *document_states,
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        mixed_documents.append(mixed[0].transpose(0, 1))
-    return torch.cat(mixed_documents).unflatten(0, (len(query), -1))
 
 
 def _attend_flash(

@@ -119,16 +119,13 @@ class Template:
         _, is_rendered, suffix = probe_text.rpartition(ANSWER_TEXT)
         text = self.renderer.render(messages, tools, add_generation_prompt=True)
         size = len(tokens) if is_rendered else 0
-        # the template writes the end of the answer again
-        while not self._is_spelled(text, tokens[:size], suffix):
+        # up to whitespace; the template writes the end of the answer again
+        expected = strip_spaces(text)
+        while strip_spaces(decode_ids(self._tokenizer, tokens[:size]) + suffix) != expected:
             if not size or tokens[size - 1] not in self._finder.special_ids:
                 return self.renderer.encode(text)[0]
             size -= 1
         return [*tokens[:size], *self.renderer.encode(suffix)[0]]
-
-    def _is_spelled(self, text: str, tokens: Sequence[int], suffix: str) -> bool:
-        """Return whether a text is that of the tokens and the suffix, up to whitespace."""
-        return strip_spaces(decode_ids(self._tokenizer, tokens) + suffix) == strip_spaces(text)
 
     @property
     def end_id(self) -> int:

@@ -6,6 +6,7 @@ import io
 import json
 import lzma
 import os
+import re
 import sysconfig
 import zlib
 from collections import defaultdict
@@ -64,6 +65,8 @@ UNREADABLE = (
     *(OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError),
     pa.ArrowException,
 )
+BLANKS: Any = re.compile(r"\s*")
+"""Matches anywhere."""
 JSONL_RULE = "a .jsonl file has one JSON object a line"
 KEYS_RULE = "an object has each key once"
 
@@ -344,11 +347,11 @@ def _read_list(text: str, file: Path) -> Iterator[tuple[str, str]]:
     decoder, position, number = json.JSONDecoder(), text.index("[") + 1, 0
 
     try:
-        while not text.startswith("]", position := _skip_blanks(text, position)):
+        while not text.startswith("]", position := BLANKS.match(text, position).end()):
             if number:
                 if text[position : position + 1] != ",":
                     raise ValueError("a comma or ] must follow")
-                position = _skip_blanks(text, position + 1)
+                position = BLANKS.match(text, position + 1).end()
             _, end = decoder.raw_decode(text, position)
             number += 1
             yield f"row {number}", text[position:end]
@@ -360,12 +363,6 @@ def _read_list(text: str, file: Path) -> Iterator[tuple[str, str]]:
             f"a file that begins with [ must be one JSON list, and {file} is none after row "
             f"{number}: {first_line(error)}; write it again, or one JSON object a line"
         ) from error
-
-
-def _skip_blanks(text: str, position: int) -> int:
-    while text[position : position + 1].isspace():
-        position += 1
-    return position
 
 
 def _is_json(line: str) -> bool:

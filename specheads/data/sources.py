@@ -260,21 +260,18 @@ MAX_REPORTED_BYTES = 10**8
 
 def report_source(settings: SourceSettings, seed: int = 0) -> list[str]:
     """Return lines on the files, rows and bytes that a source reads and leaves out, and why."""
-    source = open_source(settings)
-    name = settings.path or settings.source
+    source, name = open_source(settings), settings.path or settings.source
     if not isinstance(source, LocalFiles):
         return [f"reads {name}; its rows are counted when it is read"]
     num_bytes = sum(file.stat().st_size for file in source.files)
     reads = f"reads {len(source.files):,} files, {num_bytes:,} bytes"
-    left_out = name_files({**source.file_list.unreadable, **source.file_list.skipped})
-    if num_bytes > MAX_REPORTED_BYTES:
-        return [f"{reads} of {name}", *(f"leaves out files: {phrase}" for phrase in left_out)]
-    bad = BadRows()
-    num_rows = sum(1 for _ in read_source(settings, seed, bad))
-    left_out += name_files(bad.skipped_files)
-    rows = [f"leaves out rows: {count:,}, {rule}" for rule, count in bad.counts.items()]
-    files = [f"leaves out files: {phrase}" for phrase in left_out]
-    return [f"{reads}, {num_rows:,} rows of {name}", *files, *rows]
+    bad, left_out = BadRows(), {**source.file_list.unreadable, **source.file_list.skipped}
+    if num_bytes <= MAX_REPORTED_BYTES:
+        reads += f", {sum(1 for _ in read_source(settings, seed, bad)):,} rows"
+    files = name_files(left_out) + name_files(bad.skipped_files)
+    lines = [f"leaves out files: {phrase}" for phrase in files]
+    lines += [f"leaves out rows: {count:,}, {rule}" for rule, count in bad.counts.items()]
+    return [f"{reads} of {name}", *lines]
 
 
 def refuse_unreadable(data: DataSettings) -> None:
