@@ -138,16 +138,10 @@ def test_layers_of_a_base_with_several_residual_streams_are_refused():
             base.read(torch.arange(3, 12)[None], layers)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        # ALiBi depends on the slot of the key, and siblings have different slots
-        (transformers.BloomConfig(hidden_size=32, n_head=4), "choose another base"),
-    ],
-)
-def test_a_base_whose_trees_cannot_be_verified_is_refused(config, message):
-    config.vocab_size, config.num_hidden_layers = 61, 2
-    with pytest.raises(ValueError, match=message):
+def test_a_base_whose_trees_cannot_be_verified_is_refused():
+    # ALiBi depends on the slot of the key, and siblings have different slots
+    config = transformers.BloomConfig(hidden_size=32, n_head=4, vocab_size=61, n_layer=2)
+    with pytest.raises(ValueError, match="choose another base"):
         FrozenBase(AutoModelForCausalLM.from_config(config))
 
 

@@ -32,20 +32,7 @@ QWEN: dict[str, Any] = {
     "num_heads": 2,
     "out_hidden_size": 32,
 }
-TEXT: dict[str, Any] = {
-    "vocab_size": tiny.VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+TEXT = tiny.RECIPES["llama"].settings
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
 

@@ -14,8 +14,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.data.chat import Sample, Template
 from specheads.data.conversations import conversation
+from tests.data.conftest import BASE
 
-BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 TEMPLATES = Path(__file__).parent / "templates"
 
 CHATML = ("<|im_start|>", "<|im_end|>")

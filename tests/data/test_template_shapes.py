@@ -25,9 +25,9 @@ from specheads.data.conversations import conversation
 from specheads.data.masks import strip_spaces
 from specheads.decoding.generate import generate
 from specheads.training.distill.prompts import ConversationPrompts
+from tests.data.conftest import BASE
 from tests.data.test_chat import label_texts
 
-BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 SPECIAL = (
     *("<|end|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "[start]"),
     *("<|turn|>", "<|text|>", "<|/text|>", "<|channel|>", "<|/channel|>", "<|message|>"),
