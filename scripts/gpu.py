@@ -5,18 +5,23 @@
     python scripts/gpu.py --out DIR --device cpu --tiny              a rehearsal on a CPU
 
 Stages are `tests` (pytest -m gpu), `decode` (scripts/bench_decode.py at llama-8B shape), `train`
-(training steps, their memory against the plan), `smollm2` (the quickstart) and `engine` (a paged
-cache, by batch and context). Each runs in a process of its own for a share of the time that is left
-and rewrites DIR/STAGE.json after every number, so a stage that is stopped keeps what it measured.
-Output and tracebacks are in DIR/STAGE.log. The exit code is 0 when all stages passed, 1 otherwise.
+(training steps, their memory against the plan), `smollm2` (the quickstart), `engine` (a paged
+cache, by batch and context) and `chain_8b` (the commands of docs/8b.md on random weights of Llama 3
+8B's shape, against their plan). Each runs in a process of its own for a share of the time that is
+left and rewrites DIR/STAGE.json after every number, so a stage that is stopped keeps what it
+measured. Output and tracebacks are in DIR/STAGE.log. The exit code is 0 when all stages passed, 1
+otherwise. A time without an interval, or a speed-up above the tokens per forward, stays in the JSON
+and is not published.
 """
 
 import argparse
 import contextlib
+import copy
 import gc
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,18 +36,28 @@ import bench_decode
 import bench_train
 import results_table
 import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specheads.config import compose
 from specheads.core.files import dumps, to_json, write_atomic
+from specheads.heads.load import load_head
+from specheads.measure.counts import bootstrap_interval
 from specheads.measure.summary import with_interval
 from specheads.runs.provenance import collect_provenance
+from specheads.training.memory import weights_bytes
 from specheads.training.plan import plan_training
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARES = {"tests": 0.14, "decode": 0.17, "train": 0.16, "smollm2": 0.44, "engine": 0.09}
+SHARES = {
+    **{"tests": 0.10, "decode": 0.12, "train": 0.11, "smollm2": 0.31, "engine": 0.06},
+    "chain_8b": 0.30,
+}
 """Share of the minutes of each stage, in the order in which they run. On an H200 whose host is slow
 the quickstart takes about four minutes; what a stage does not use goes to the later ones."""
 
+DATASHEET_FLOPS = 989e12
+"""Dense bfloat16 FLOP/s of an H100 or H200 by their datasheets."""
 TRAINED = ("eagle3", "mlp_speculator", "dflash")
 
 
@@ -63,15 +78,18 @@ class Sizes:
     contexts: tuple[int, ...] = (512, 4096)
     engine_batches: tuple[int, ...] = (1, 8, 32, 128)
     engine_steps: int = 16
+    repeats: int = 5
+    """Times that a whole text or a run of the engine is timed, for its interval."""
 
 
 TINY = Sizes(
     **{"decode_base": "tiny", "train_bases": ("tiny",), "context": 24, "nodes": (1, 4)},
     **{"batches": (1, 2), "new_tokens": 6, "turns": 2, "sequences": 2},
     **{"sequence_length": 32, "draft_tokens": 64, "contexts": (16, 40)},
-    **{"engine_batches": (1, 2), "engine_steps": 3},
+    **{"engine_batches": (1, 2), "engine_steps": 3, "repeats": 2},
 )
 PHASE = "schedule.phases.distilled"
+PHASE_STEPS = f"{PHASE}.steps=60"
 TINY_QUICKSTART = (
     # the tiny base has no chat template
     *("data=python_stdlib", "data.max_documents=40", "head.draft_tokens=256", "tree=chain"),
@@ -128,10 +146,19 @@ class Report:
         self.write()
         return self.values.get(name)
 
-    def row(self, quantity: str, value: str, aim: str = "") -> None:
-        """Add a row to the table of this stage."""
-        self.summary.append([quantity, value, aim])
+    def row(self, quantity: str, value: str, aim: str = "", *, peak: str = "") -> None:
+        """Add a row; `peak` is its share of the datasheet's FLOP/s, or GB/s."""
+        self.summary.append([quantity, value, aim, peak])
         self.write()
+
+    def speedup_row(self, quantity: str, rows: Sequence[Mapping[str, float]]) -> None:
+        """Add a speed-up, unless it is above the tokens per forward: then its base was slow."""
+        ratios = [row["with_drafts"] / row["alone"] for row in rows]
+        ratio, interval = statistics.median(ratios), spread(ratios)
+        per_forward = statistics.mean(row["tokens_per_forward"] for row in rows)
+        if ratio <= per_forward:
+            figure = with_interval(ratio, interval)
+            self.row(quantity, f"{figure} at {per_forward:.2f} tokens per forward")
 
     def write(self) -> None:
         """Write the file: whole or not at all."""
@@ -140,6 +167,12 @@ class Report:
         record = {"schema": 1, **stage_options, "seconds": time.monotonic() - self.began}
         record |= {name: getattr(self, name) for name in names}
         write_atomic(self.options.out / f"{self.options.stage}.json", dumps(record))
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the mean of repeated measurements."""
+    interval = bootstrap_interval(values, [1.0] * len(values), [*map(str, range(len(values)))])
+    return interval[0], interval[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -281,28 +314,31 @@ def decode(report: Report) -> None:
         ratio = with_interval(row["over_bare_forward"], row["interval"])
         report.row(f"step over {row['nodes']} nodes / bare forward of 1", ratio, aim)
     for size in bench.batches:
-        row = report.part(f"batch_{size}", bench_decode.batch_row, bench, size, seconds=10)
-        if row is not None:
-            rates = f"{row['alone']:,.0f}, {row['planted']:,.0f}"
-            gain = f"({row['tokens_per_forward']:.2f} tokens per forward)"
-            report.row(f"tokens/s at batch {size}: alone, planted drafts", f"{rates} {gain}")
+        rows = report.part(
+            f"batch_{size}", batch_rows, bench, size, report.sizes.repeats, seconds=40
+        )
+        if rows is not None:
+            report.speedup_row(f"planted drafts over the base alone, batch {size}", rows)
     for kind in bench.heads:
         ledger = report.part(f"ledger_{kind}", bench_decode.ledger_row, bench, kind, seconds=6)
         if ledger is not None:
             text = ", ".join(f"{part} {milliseconds:.2f}" for part, milliseconds in ledger.items())
             report.row(f"ms of a step with {kind}, by part", text)
     if alone := report.part("alone", bench_decode.alone, bench, seconds=30):
-        milliseconds_per_token = {
-            name: row["milliseconds_per_token"] for name, row in alone.items()
-        }
-        ratio = (
-            milliseconds_per_token["transformers_static_compiled"]
-            / milliseconds_per_token["base_compiled"]
-        )
-        quantity = "tokens/s of the base alone, compiled / transformers, static compiled"
-        report.row(quantity, f"{ratio:.2f}", "at least 1")
-        for name, milliseconds in milliseconds_per_token.items():
-            report.row(f"ms per token: {name.replace('_', ' ')}", f"{milliseconds:.2f}")
+        for name, row in alone.items():
+            seconds = row["seconds_per_token"]
+            figure = with_interval(
+                1e3 * statistics.median(seconds), [1e3 * v for v in spread(seconds)]
+            )
+            rate = weights_bytes(bench.base.model) / statistics.median(seconds)
+            quantity = f"ms per token: {name.replace('_', ' ')}"
+            report.row(quantity, figure, peak=f"{rate / 1e9:,.0f} GB/s")
+
+
+def batch_rows(bench: Any, size: int, repeats: int) -> list[dict[str, float]]:
+    """Return repeated measurements of a batch."""
+    rows = [bench_decode.batch_row(bench, size) for _ in range(repeats)]
+    return [row | {"with_drafts": row["planted"]} for row in rows]
 
 
 def train(report: Report) -> None:
@@ -320,8 +356,13 @@ def train(report: Report) -> None:
 
 def _train_rows(report: Report, label: str, kind: str, row: Mapping[str, Any]) -> None:
     aims = {"eagle3": "MFU at least 0.45", "mlp_speculator": "MFU at least 0.50"}
-    rate = f"{row['tokens_per_second']:,.0f} tokens/s, MFU {row['mfu']:.2f}"
-    report.row(label, rate, aims.get(kind, ""))
+    # the interval is that of the step over the floor, which does not change
+    low, high = (row["over_floor"] / bound for bound in reversed(row["interval"]))
+    rate = row["tokens_per_second"]
+    text = f"{rate:,.0f} [{rate * low:,.0f}, {rate * high:,.0f}] tokens/s, MFU {row['mfu']:.2f}"
+    share = row["flops"] / row["step_seconds"] / DATASHEET_FLOPS
+    peak = with_interval(share, [share * low, share * high])
+    report.row(label, text, aims.get(kind, ""), peak=peak if row["device"] == "cuda" else "")
     measured, planned = row["peak_gib"], row["planned_gib"]
     memory = f"{measured:.1f} GiB measured, {planned:.1f} planned"
     # on a CPU the peak is that of the process, with all libraries
@@ -388,8 +429,6 @@ def smollm2(report: Report) -> None:
     report.row("quickstart: speed-up", speedup, "above 1.5")
     per_forward = with_interval(online["tokens_per_forward"], online["interval"])
     report.row("quickstart: tokens per forward", per_forward)
-    rates = f"{speed['base_tokens_per_second']:.1f}, {speed['tokens_per_second']:.1f}"
-    report.row("quickstart: tokens/s alone, with head", rates)
 
 
 def engine(report: Report) -> None:
@@ -411,10 +450,130 @@ def engine(report: Report) -> None:
             # three times reading all prompts
             need = 3 + batch * context / (10_000 if report.options.device == "cuda" else 1e9)
             measured = (bench, head, cost, batch, context, sizes.engine_steps)
-            row = report.part(name, bench_decode.engine_row, *measured, seconds=need)
-            if row is not None:
-                rates = [f"{arm} {row[arm]['tokens_per_second']:,.0f}" for arm in row["arms"]]
-                report.row(f"engine tokens/s, batch {batch}, context {context}", ", ".join(rates))
+            rows = report.part(name, engine_rows, report.sizes.repeats, *measured, seconds=need)
+            for arm in rows[0]["arms"][1:] if rows else ():
+                pairs = [
+                    {
+                        "alone": row["alone"]["tokens_per_second"],
+                        "with_drafts": row[arm]["tokens_per_second"],
+                        "tokens_per_forward": row[arm]["tokens_per_forward"],
+                    }
+                    for row in rows
+                ]
+                report.speedup_row(
+                    f"engine, {arm} over alone, batch {batch}, context {context}", pairs
+                )
+
+
+def engine_rows(repeats: int, *measured: Any) -> list[dict[str, Any]]:
+    """Return repeated measurements of the engine."""
+    return [bench_decode.engine_row(*measured) for _ in range(repeats)]
+
+
+TALKS = [
+    {"question": f"What do you get if you add {first} to {second}, and why?", "answer": "A sum."}
+    for first in range(20)
+    for second in range(20)
+]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def write_chat_model(name: str, device: str, folder: Path) -> None:
+    """Write a chat model with random weights: the tokenizer is that of recipes/tiny_code."""
+    source = ROOT / "recipes" / "tiny_code" / "base"
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = TEMPLATE
+    if name == "tiny":
+        config = copy.deepcopy(bench_train.SHAPES[name])
+        config.vocab_size = len(tokenizer)
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(config)
+    else:
+        model = bench_train.load_base(name, device).model
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def chain_8b(report: Report) -> None:
+    """Run the commands of docs/8b.md: text, training with a kill, evaluation, tuning, export."""
+    sizes, phase = report.sizes, "schedule.phases.distilled"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_chat_model(sizes.decode_base, report.options.device, folder / "base")
+        free_memory()
+        data = folder / "talks.jsonl"
+        data.write_text("".join(f"{json.dumps(talk)}\n" for talk in TALKS), encoding="utf-8")
+        words = ["recipe=chat_8b", f"base.model={folder}/base", f"data.path={data}", PHASE_STEPS]
+        words += [f"base.device={report.options.device}", f"{phase}.distill.drop=[]"]
+        words += [f"{phase}.distill.{name}" for name in ("num_samples=64", "new_tokens=64")]
+        words += [f"{phase}.sequence_length={sizes.sequence_length}"]
+        words += [f"head.draft_tokens={sizes.draft_tokens}"]
+        train = ["train", *words, f"{phase}.distill.folder={folder}/text", f"run_dir={folder}/run"]
+        train += ["checkpoint_every=20", "log_every=1", "evaluate_after=false"]
+        train += ["validation.every=0", "validation.prompts=0", "validation.keep=last"]
+        if report.options.tiny:
+            train += [f"{phase}.batch_size=2"]
+        plan = yaml.safe_load(run_command([*train, "dry_run=true"]).partition("\n---\n")[2])["plan"]
+        report.values["plan"] = plan
+        parts = {
+            "text": ["distill", *words, f"out={folder}/text"],
+            "training, killed at step 20 and resumed": train,
+            "evaluation": ["evaluate", f"run={folder}/run", "num_prompts=2", "max_new_tokens=16"],
+            "tuning": [
+                *("tune", f"run={folder}/run", "max_nodes=4", "num_prompts=4", "new_tokens=16"),
+                *("batch_sizes=[1]", "contexts=[64]"),
+            ],
+            "export": ["export", f"run={folder}/run", "engine=vllm", f"out={folder}/served"],
+        }
+        for name, command in parts.items():
+            checkpoint = folder / "run/checkpoints/step-20" if command is train else None
+            seconds = report.part(name, timed_command, command, checkpoint)
+            if seconds is None:
+                return
+            report.row(f"chain_8b: {name}", f"{seconds:.0f} s")
+        head = load_head(folder / "served")
+        report.row("chain_8b: reloaded head", f"{head.kind} of depth {head.depth}")
+        lines = (folder / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        _chain_rows(report, plan, [json.loads(line) for line in lines])
+
+
+def _chain_rows(report: Report, plan: Mapping[str, Any], metrics: list[dict[str, Any]]) -> None:
+    """Compare the steps of a training with its plan; the first ten are warm-up."""
+    rows = [row for row in metrics if row["step"] > 10 and "tokens_per_second" in row]
+    rates, tokens = (
+        [row["tokens_per_second"] for row in rows],
+        plan["phases"]["distilled"]["tokens"],
+    )
+    measured, planned = max(row["peak_gib"] for row in metrics), plan["peak_bytes"] / 2**30
+    memory = f"{measured:.1f} GiB measured, {planned:.1f} planned"
+    report.row("chain_8b: peak memory", memory, "within 15 %")
+    low, high = spread(rates)
+    text = f"{statistics.mean(rates):,.0f} [{low:,.0f}, {high:,.0f}] tokens/s"
+    if hours := plan.get("hours", {}).get("distilled"):
+        text += f", {tokens / hours / 3600:,.0f} planned"
+    report.row("chain_8b: training", text, "within 25 %")
+
+
+def run_command(words: Sequence[str]) -> str:
+    """Run specheads; return its output."""
+    command = [sys.executable, "-m", "specheads", *words]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def timed_command(words: Sequence[str], checkpoint: Path | None) -> float:
+    """Return the seconds of a command; kill it once when the checkpoint appears, and resume."""
+    began = time.monotonic()
+    if checkpoint:
+        first = subprocess.Popen([sys.executable, "-m", "specheads", *words])
+        while not checkpoint.is_dir() and first.poll() is None:
+            time.sleep(0.05)
+        first.kill()
+        first.wait()
+    run_command(words)
+    return time.monotonic() - began
 
 
 STAGES: dict[str, Callable[[Report], None]] = {
@@ -423,6 +582,7 @@ STAGES: dict[str, Callable[[Report], None]] = {
     "train": train,
     "smollm2": smollm2,
     "engine": engine,
+    "chain_8b": chain_8b,
 }
 
 if __name__ == "__main__":

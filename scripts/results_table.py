@@ -43,7 +43,7 @@ QUICKSTART, PUBLISHED = "smollm2", "smollm2_long"
 """Recipes of the quickstart, and of the head that is part of this repository."""
 SETS = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-Bench"}
 """Names of the public prompt sets that the published head was measured on."""
-GPU_STAGES = ("tests", "decode", "train", "smollm2", "engine")
+GPU_STAGES = ("tests", "decode", "train", "smollm2", "engine", "chain_8b")
 NOT_YET, NOT_MEASURED = "not yet run", "not measured"
 Rows = list[tuple[str, ...]]
 
@@ -335,18 +335,25 @@ def gpu(folder: Path) -> str:
             f"{name} {provenance.versions[name]}" for name in ("torch", "transformers")
         )
         origin = f"{provenance.hardware}, {versions}, commit {_commit(provenance.git)}"
-        rows = table(("what", "measured", "aim"), gpu_rows(record))
+        rows = table(("what", "measured", "aim", "of the datasheet"), gpu_rows(record))
         tables.append(f"**{file.stem}**: {origin}.\n\n{rows}")
     return "\n\n".join(tables) or NOT_YET
 
 
-def gpu_rows(record: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+TIME = re.compile(r"tokens/s|\bms\b|MFU|speed-up|/ bare|over the base|over alone")
+"""Figures that vary from one measurement to the next: those without an interval are left out."""
+
+
+def gpu_rows(record: Mapping[str, Any]) -> Rows:
     """Return what a stage of scripts/gpu.py measured, what failed and what was skipped."""
-    rows = [(quantity, measured, aim) for quantity, measured, aim in record["summary"]]
-    rows += [(part_name, f"failed: {why}", "") for part_name, why in record["failed"].items()]
-    return rows + [
-        (part_name, f"skipped: {why}", "") for part_name, why in record["skipped"].items()
+    rows: Rows = [
+        tuple(row)
+        for row in record["summary"]
+        if "[" in row[1] or not TIME.search(f"{row[0]} {row[1]}")
     ]
+    for verb in ("failed", "skipped"):
+        rows += [(part_name, f"{verb}: {why}", "", "") for part_name, why in record[verb].items()]
+    return rows
 
 
 def rivals(file: Path) -> str:
