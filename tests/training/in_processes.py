@@ -100,6 +100,7 @@ def train(
     kind: str = "mlp_speculator",
     *,
     shared_out: str = "",
+    depth: int = 2,
     drafted: int = 0,
     held_out: int = 0,
     watched: dict[str, Any] | None = None,
@@ -110,7 +111,7 @@ def train(
     """Train a head in float64 and log each step."""
     accelerator, base = joined(shared_out)
     torch.manual_seed(0)
-    head_settings = {"kind": kind, "depth": 2, "draft_tokens": drafted}
+    head_settings = {"kind": kind, "depth": depth, "draft_tokens": drafted}
     head = build_for_base(head_settings, base, torch.arange(tiny.VOCAB)).double()
     usual = {"steps": 6, "batch_size": 6, "learning_rate": 1e-2, "scored_share": 0.6}
     phase = Phase(text="corpus", sequence_length=40, **usual | settings)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from specheads.config import compose
 from specheads.config.training import JointSettings
 from specheads.heads.load import kinds
 from specheads.runs.trackers import read_metrics
@@ -55,6 +56,23 @@ def same_losses(
 
 def test_two_processes_have_the_losses_of_one(tmp_path: Path):
     same_losses(tmp_path, (1, 1), (2, 2), steps=3)
+
+
+@pytest.mark.slow
+def test_chat_8b_has_the_same_losses_in_one_four_and_eight_processes(tmp_path: Path):
+    words = ["recipe=chat_8b", "data.path=conversations.jsonl"]
+    settings = compose.settings_of("train", words)
+    phase, names = settings.schedule.phases["distilled"], ("batch_size", "decay", "learning_rate")
+    same_losses(
+        tmp_path,
+        *((1, 1), (4, 2), (8, 1)),
+        of=[settings.head["kind"]],
+        steps=3,
+        depth=settings.head["depth"],
+        drafted=24,
+        schedule={"muon_learning_rate": settings.schedule.muon_learning_rate},
+        **{name: getattr(phase, name) for name in (*names, "final_share", "loss", "scored_share")},
+    )
 
 
 @pytest.mark.slow
