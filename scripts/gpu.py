@@ -509,7 +509,7 @@ def chain_8b(report: Report) -> None:
         words = ["recipe=chat_8b", f"base.model={folder}/base", f"data.path={data}", PHASE_STEPS]
         words += [f"base.device={report.options.device}", f"{phase}.distill.drop=[]"]
         words += [f"{phase}.distill.{name}" for name in ("num_samples=64", "new_tokens=64")]
-        words += [f"{phase}.sequence_length={sizes.sequence_length}"]
+        words += [f"{phase}.sequence_length={max(sizes.sequence_length, 160)}"]
         words += [f"head.draft_tokens={sizes.draft_tokens}"]
         train = ["train", *words, f"{phase}.distill.folder={folder}/text", f"run_dir={folder}/run"]
         train += ["checkpoint_every=20", "log_every=1", "evaluate_after=false"]

@@ -30,7 +30,9 @@ TOY = [
     "evaluation.repeats=1",
     *(
         f"{PHASE}.distill.{setting}"
-        for setting in ("num_samples=48", "new_tokens=12", "batch_size=8", "drop=[]", "shard_size=4")
+        for setting in (
+            *("num_samples=48", "new_tokens=12", "batch_size=8", "drop=[]", "shard_size=4"),
+        )
     ),
 ]  # fmt: skip
 
