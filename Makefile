@@ -17,6 +17,8 @@ READY_MIN := $(VENV_MIN)/.installed
 READY_VLLM := $(VENV_VLLM)/.installed
 VENV_SPECULATORS := .venv-speculators
 READY_SPECULATORS := $(VENV_SPECULATORS)/.installed
+VENV_DOCS := .venv-docs
+READY_DOCS := $(VENV_DOCS)/.installed
 LLAMA_CPP := .llama_cpp
 READY_LLAMA_CPP := $(LLAMA_CPP)/.installed
 PIP_FLAGS := --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %)
@@ -34,7 +36,7 @@ LLAMA_CPP_FLAGS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CU
 # another head of SmolLM2 135M Instruct: make demo HEAD=runs/conversations/head
 HEAD := recipes/smollm2_long/head
 
-.PHONY: install quickstart smollm2 demo test test-all test-min gpu vllm llama_cpp speculators browser gpu-report bench lint wheel clean
+.PHONY: install quickstart smollm2 demo test test-all test-min gpu vllm llama_cpp speculators browser gpu-report bench docs lint wheel clean
 
 install: $(READY)  ## this package in .venv, with what the tests need
 
@@ -87,6 +89,9 @@ browser: $(READY)  ## the report in headless Chromium: apt-get install chromium
 bench: $(READY)  ## the decoding loop against transformers and bare forwards, on this machine
 	$(VENV)/bin/python scripts/bench_decode.py
 
+docs: $(READY_DOCS)  ## the pages and an API reference as a site, in site/; a dead link ends it
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python scripts/build_docs.py --out site
+
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -96,7 +101,7 @@ wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
 	$(VENV)/bin/python -m build
 
 clean:  ## remove everything that make wrote; never runs/
-	rm -rf $(VENV) $(VENV_MIN) $(VENV_VLLM) $(VENV_SPECULATORS) $(LLAMA_CPP) dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_MIN) $(VENV_VLLM) $(VENV_SPECULATORS) $(VENV_DOCS) site $(LLAMA_CPP) dist build .pytest_cache .ruff_cache .hypothesis
 
 # bin/pip, not bin/python: where python3-venv was missing at first, a half-made folder has no pip
 $(READY): pyproject.toml constraints.txt
@@ -121,6 +126,12 @@ $(READY_VLLM): pyproject.toml
 	$(VENV_VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec
 	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) --no-deps -e .
 	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) beartype datasets hypothesis peft pytest
+	touch $@
+
+# the builder reads the sources, so nothing of this package's dependencies is needed
+$(READY_DOCS): pyproject.toml
+	test -x $(VENV_DOCS)/bin/pip || $(PYTHON) -m venv $(VENV_DOCS)
+	$(VENV_DOCS)/bin/pip install $(PIP_FLAGS) "mkdocs-material>=9.6,<10" "mkdocstrings[python]>=1,<2"
 	touch $@
 
 # Its bounds on transformers and datasets fix the versions of these packages. Its torchvision and

@@ -511,6 +511,8 @@ def chain_8b(report: Report) -> None:
         words += [f"{phase}.distill.{name}" for name in ("num_samples=64", "new_tokens=64")]
         words += [f"{phase}.sequence_length={max(sizes.sequence_length, 160)}"]
         words += [f"head.draft_tokens={sizes.draft_tokens}"]
+        # two layers are too few to choose from
+        words += ["head.aux_layers=[0,1]"] if report.options.tiny else []
         train = ["train", *words, f"{phase}.distill.folder={folder}/text", f"run_dir={folder}/run"]
         train += ["checkpoint_every=20", "log_every=1", "evaluate_after=false"]
         train += ["validation.every=0", "validation.prompts=0", "validation.keep=last"]

@@ -23,7 +23,8 @@ PAGE = (ROOT / "docs" / "8b.md").read_text(encoding="utf-8")
 TINY_CODE = ROOT / "recipes" / "tiny_code" / "base"
 PHASE = "schedule.phases.distilled"
 TOY = [
-    "base.device=cpu", "head.draft_tokens=256", "head.depth=3", "checkpoint_every=2",
+    "base.device=cpu", "head.draft_tokens=256", "head.depth=3", "head.aux_layers=[0,1]",
+    "checkpoint_every=2",
     "validation.every=0", "validation.prompts=1", "validation.new_tokens=8", "validation.rows=2",
     f"{PHASE}.steps=6", f"{PHASE}.batch_size=8", f"{PHASE}.sequence_length=96", "log_every=1",
     "evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.speed_prompts=1",
