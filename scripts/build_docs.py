@@ -50,6 +50,11 @@ SETTINGS = {
                         "paths": [str(ROOT)],
                         "options": {
                             "docstring_style": "google",
+                            # a line can describe several parameters
+                            "docstring_options": {
+                                "warn_unknown_params": False,
+                                "warn_missing_types": False,
+                            },
                             "show_source": False,
                             "show_if_no_docstring": False,
                             "heading_level": 3,
@@ -110,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         api = "".join(f"## `{name.rpartition('.')[2]}`\n\n::: {name}\n\n" for name in names)
         (pages / "api.md").write_text(f"# API\n\n{api}", encoding="utf-8")
         (folder / "mkdocs.yml").write_text(yaml.safe_dump(SETTINGS, sort_keys=False))
-        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
         command += ["--config-file", str(folder / "mkdocs.yml")]
         return subprocess.run([*command, "--site-dir", str(options.out.resolve())]).returncode
 
