@@ -4,13 +4,13 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from string import Template
 
+import psutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -79,7 +79,6 @@ def launch(line: str, values: dict[str, str], *more: str) -> subprocess.Popen[by
     return subprocess.Popen(
         [sys.executable, *words, *(word for word in more if word != "four")],
         env=os.environ | environment,
-        start_new_session=True,
     )
 
 
@@ -99,7 +98,9 @@ def test_commands_of_the_page_lead_from_text_to_a_served_head(
     while not (tmp_path / "runs/mine/checkpoints/step-2").is_dir():
         assert first.poll() is None
         time.sleep(0.05)
-    os.killpg(first.pid, signal.SIGKILL)
+    # a launcher puts its processes into sessions of their own
+    for process in [*psutil.Process(first.pid).children(recursive=True), first]:
+        process.kill()
     first.wait()
     assert launch(train, values, "four").wait() == 0
     rows = (tmp_path / "runs/mine/metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -37,7 +37,7 @@ def test_failed_part_is_recorded_and_the_next_part_runs(report: Any, tmp_path: P
     record = read_stage(tmp_path, "decode")
     assert record["failed"] == {"broken": "ValueError: no such kernel"}
     assert record["values"] == {"fine": {"value": 3}}
-    assert record["summary"] == [["fine", "3", "at most 4"]]
+    assert record["summary"] == [["fine", "3", "at most 4", ""]]
     assert record["provenance"]["versions"]["torch"] == torch.__version__
 
 
@@ -106,3 +106,12 @@ def test_killed_stage_leaves_its_numbers_and_the_other_stages(tmp_path: Path):
     assert "engine: done" in printed
     assert len(read_stage(tmp_path, "train")["values"]) < 3
     assert read_stage(tmp_path, "engine")["values"]["batch_1_context_16"]["alone"]["steps"] > 0
+
+
+def test_a_speed_up_above_its_tokens_per_forward_gets_no_row(report: Any, tmp_path: Path):
+    slow = [{"alone": 10.0, "with_drafts": 39.0, "tokens_per_forward": 2.79}] * 3
+    report.speedup_row("too fast", slow)
+    report.speedup_row("right", [row | {"with_drafts": 20.0} for row in slow])
+    record = read_stage(tmp_path, "decode")
+    text = "2.00 [2.00, 2.00] at 2.79 tokens per forward"
+    assert record["summary"] == [["right", text, "", ""]]

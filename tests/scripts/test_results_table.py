@@ -79,3 +79,10 @@ def test_a_page_without_a_block_is_told_in_one_line(
 
 def test_this_repository_s_own_pages_are_current(script: ModuleType):
     assert script.main(["--check"]) == 0
+
+
+def test_a_time_without_an_interval_gets_no_row(script):
+    summary = [["a", "51 tokens/s", "", ""], ["b", "51 [50, 52] tokens/s", "", ""]]
+    summary += [["c", "31.8 GiB measured", "", ""]]
+    rows = script.gpu_rows({"summary": summary, "failed": {}, "skipped": {"d": "no time"}})
+    assert [row[0] for row in rows] == ["b", "c", "d"]
