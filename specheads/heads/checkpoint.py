@@ -264,17 +264,21 @@ def read_rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return base | {"rope_scaling": scaling | {"rope_type": kind}}
 
 
-def draft_window(settings: Mapping[str, Any], num_layers: int) -> tuple[int | None, dict[str, Any]]:
-    """Return the window of all layers, and the only supported values of settings of windows.
+def draft_window(
+    settings: Mapping[str, Any], num_layers: int
+) -> tuple[int | None, list[int], dict[str, Any]]:
+    """Return the window, the layers without it, and the only supported values of further settings.
 
-    A head has one window or none: layers of both kinds are not supported.
+    A head has one window or none.
     """
     window, layer_types = settings.get("sliding_window"), settings.get("layer_types")
     in_use = settings.get("use_sliding_window") is not False and is_allowed(PositiveInt, window)
-    sliding = layer_types.count("sliding_attention") if isinstance(layer_types, list) else 0
-    if in_use and sliding == num_layers == len(layer_types or ()):
-        return window, {}
-    return None, fixed_without_window(settings)
+    types = layer_types if isinstance(layer_types, list) else []
+    full_layers = [index for index, kind in enumerate(types) if kind == "full_attention"]
+    num_windowed = types.count("sliding_attention")
+    if in_use and num_windowed and num_windowed + len(full_layers) == num_layers == len(types):
+        return window, full_layers, {}
+    return None, [], fixed_without_window(settings)
 
 
 def fixed_without_window(settings: Mapping[str, Any]) -> dict[str, Any]:

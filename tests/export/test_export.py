@@ -79,6 +79,7 @@ VARIANTS = {
             "num_layers": 1, "sliding_window": 6, "window_counts_slots": True, "causal": True,
             "attention_sink": True,
         },
+        {"num_layers": 3, "sliding_window": 6, "window_counts_slots": True, "full_layers": [1]},
     ],
     "dspark": [
         {**GROUPED, "num_layers": 1, "markov_rank": 5},
@@ -399,6 +400,9 @@ def test_layers_of_a_base_that_sglang_would_misread_are_refused(kind, aux_layers
         ("eagle3", "speculators", {"depth": 3, "parallel": True, "num_layers": 2}, True),
         ("dflash", "speculators", {"num_layers": 2}, False),
         ("dspark", "speculators", {"num_layers": 2, "causal": True}, False),
+        ("dspark", "speculators", {"num_layers": 3, "causal": True, "full_layers": [0, 2]}, False),
+        ("dspark", "speculators", {"confidence_head": False, "causal": True}, False),
+        ("eagle3", "speculators", {"num_layers": 2, "full_layers": [1]}, False),
     ],
 )
 def test_a_window_is_exported_and_read_back(
@@ -409,12 +413,15 @@ def test_a_window_is_exported_and_read_back(
     assert parity.largest_difference < 1e-5
     config = json.loads((out / "config.json").read_text())
     inner = config.get("transformer_layer_config", config)
-    assert inner["layer_types"] == ["sliding_attention"] * head.config.num_layers
+    types = ["sliding_attention"] * head.config.num_layers
+    for index in head.config.full_layers:
+        types[index] = "full_attention"
+    assert inner["layer_types"] == types
     assert (inner["sliding_window"], inner["use_sliding_window"]) == (5, True)
     if kind != "eagle3":
         assert config["sliding_window_non_causal"] is (not head.config.causal)
     again = load_export(out, head, base).config
-    assert again.sliding_window == 5
+    assert (again.sliding_window, again.full_layers) == (5, head.config.full_layers)
     assert getattr(again, "causal", None) == getattr(head.config, "causal", None)
     if by_oracle:
         expected = drafts_of_head(head, base, texts)

@@ -31,10 +31,15 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"sample_from_anchor": True, **GROUPED},
         {"sliding_window": 3, "causal": True},
         {"sliding_window": 8, "window_counts_slots": True, "attention_sink": True},
+        {"num_layers": 2, "sliding_window": 3, "causal": True, "full_layers": [1]},
     ],
     "dspark": [
         {"sample_from_anchor": False, "markov_rank": 3, "mask_token": 5, **GROUPED},
         {"num_layers": 2, "sliding_window": 3},
+        {
+            **{"num_layers": 2, "sliding_window": 3, "full_layers": [0], "attention_sink": True},
+            **{"full_layer_sinks": False, "confidence_head": False},
+        },
     ],
     "eagle3": [
         {"norm_before_residual": True, "depth": 5, "attention_heads": 4, "key_value_heads": 2},
@@ -42,7 +47,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"norm_before_fc": True, "rope_scaling": STRETCHED, "own_embedding": True},
         {"parallel": True, "mask_token": 5, "fc_norm": True, "own_embedding": True},
         {"num_layers": 2, "sliding_window": 3, "attention_sink": True},
-        {"parallel": True, "num_layers": 2, "sliding_window": 7},
+        {"num_layers": 3, "sliding_window": 3, "full_layers": [0, 2]},
+        {"parallel": True, "num_layers": 2, "sliding_window": 7, "full_layers": [1]},
     ],
     "eagle_gru": [
         {"attention_heads": 4, "key_value_heads": 2},

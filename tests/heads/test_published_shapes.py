@@ -123,7 +123,7 @@ def test_published_block_configs_load(head: dict, config: dict, depth: int, tmp_
 
 PEAGLE = {"kind": "eagle3", "parallel": True, "num_layers": 2}
 DOMINO = {"projector_type": "domino", "gru_hidden_dim": 8, "emb_dim": 4, "shift_label": True}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 2048}
+CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "sliding_window": 2048}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
         ({"kind": "eagle3"}, {"rope_scaling": {"type": "dynamic", "alpha": 1000.0}}, "'dynamic'"),
         (PEAGLE, {"num_hidden_layers": 2}, "mask_hidden needs one of mask_token_id, .* add it"),
         (DFLASH_HEAD, BLOCK | {"dflash_config": LAYER_IDS | DOMINO}, "projector_type='domino'"),
-        (DFLASH_HEAD, BLOCK | {"dflash_config": LAYER_IDS} | MIXED, "layer_types=.*sliding"),
+        (DFLASH_HEAD, BLOCK | {"dflash_config": LAYER_IDS} | CHUNKS, "layer_types=.*chunked"),
         (
             DSPARK_HEAD,
             BLOCK | {"dflash_config": LAYER_IDS | MARKOV, "rope_scaling": YARN},

@@ -1,6 +1,7 @@
 """Windows and sinks of draft layers: plain references, and numbers of speculators and ModelOpt."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,26 @@ def test_a_window_as_long_as_the_text_sees_all_of_it(settings: dict):
         assert torch.equal(full_state, windowed_state)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_layers_have_their_own_windows(kind: str):
+    """Text outside the window changes what full layers read, and nothing if there are none."""
+    tokens, changes = torch.randint(8, (1, 20), generator=torch.manual_seed(0)), {}
+    for full_layers in ((), (0,), (1,)):
+        head = head_of({"kind": kind, "num_layers": 2, "full_layers": [*full_layers]})
+        features = tiny.base().read(tokens, head.aux_layers)
+        assert features.aux is not None
+        aux = features.aux.clone()
+        aux[:, 0] += 1.0
+        plain, changed = (
+            next(iter(head.states(replace(features, aux=values), tokens))).detach()
+            for values in (features.aux, aux)
+        )
+        # two windows reach back 2 * (WINDOW - 1) positions through two layers
+        changes[full_layers] = float((plain - changed)[0, 2 * WINDOW].abs().max())
+    assert changes.pop(()) == 0.0
+    assert min(changes.values()) > 1e-6
+
+
 @pytest.mark.parametrize("case", ["slots", "paths", "documents"])
 def test_a_sink_is_one_more_logit_without_a_value(case: str):
     """The result and all gradients equal those of a softmax that is written out."""
@@ -115,6 +136,11 @@ def test_a_sink_is_one_more_logit_without_a_value(case: str):
         ({"kind": "eagle3", "sliding_window": 0}, "sliding_window must be .* at least 1"),
         ({"kind": "eagle3", "parallel": True, "sliding_window": 6}, "at least its depth 7, got 6"),
         ({"kind": "dflash", "causal": True}, "needs head.sliding_window of at least 1, got None"),
+        ({"kind": "dflash", "full_layers": [0]}, "full_layers needs head.sliding_window and some"),
+        (
+            {"kind": "eagle3", "num_layers": 2, "sliding_window": 9, "full_layers": [0, 2]},
+            r"some of 2 layers from 0 on, got \[0, 2\]",
+        ),
         (
             {"kind": "dflash", "window_counts_slots": True, "sliding_window": 7},
             "head.window_counts_slots=true needs head.sliding_window of at least 8, got 7",

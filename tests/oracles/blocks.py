@@ -84,8 +84,10 @@ def sglang_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDra
 
 
 def vllm_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
-    """DFlash of the authors in vLLM: `use_swa` is the window of all layers, which count slots."""
+    """DFlash of the authors in vLLM: a window counts slots; `use_swa` is that of all layers."""
     config = read_config(folder)
+    types = config["layer_types"]
+    config["layer_types"] = ["full_attention"] * len(types)
     dflash_config = config["dflash_config"]
     need(config, architectures=["DFlashDraftModel"])
     settings = _authors(config, depth + 1, base)
@@ -93,7 +95,12 @@ def vllm_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft
         SINK: dflash_config.get("attention_sink_bias"),
         "causal": dflash_config.get("causal"),
     }
-    layer["reach"] = dflash_config["swa_window_size"] if dflash_config.get("use_swa") else None
+    layer["reaches"] = [
+        config["sliding_window"] if kind == "sliding_attention" else None for kind in types
+    ]
+    if dflash_config.get("use_swa"):
+        need(config, layer_types=types)
+        layer["reaches"] = [dflash_config["swa_window_size"]] * len(types)
     yield from _draft(_stored(folder), replace(settings, layer=layer), base, depth)
 
 
@@ -169,7 +176,8 @@ class _Layer(Layer):
         super().__init__(stored, name, layer, width)
         self.input_norm = stored.take(f"{name}.input_layernorm.weight", width)
         self.past = self.keys_values(fused, torch.arange(len(fused)))
-        self.reach, self.causal = layer.get("reach"), layer.get("causal")
+        index, self.causal = int(name.split(".")[-1]), layer.get("causal")
+        self.reach = layer["reaches"][index] if "reaches" in layer else None
         sinks = f"{name}.self_attn.attention_sink_bias"
         self.sink = stored.take(sinks, self.heads) if layer.get(SINK) else None
 

@@ -16,6 +16,7 @@ from specheads.base.ends import BaseEnds
 from specheads.core.drafter import Head
 from specheads.core.machine import dtype_name
 from specheads.heads.kinds.eagle3 import Head as Eagle3
+from specheads.heads.layers.attention import layer_windows
 from specheads.heads.layers.block import SINK, BlockHead
 
 AllowedSettings = Mapping[str, Collection[Any] | None]
@@ -99,7 +100,10 @@ def layer_settings(head: Head, base: BaseEnds) -> dict[str, Any]:
     settings, block, layer = head.config, head.drafts_blocks, head.blocks()[0]
     attention, window = layer.self_attn, settings.sliding_window
     windows: dict[str, Any] = {
-        "layer_types": ["sliding_attention"] * settings.num_layers,
+        "layer_types": [
+            "full_attention" if full is None else "sliding_attention"
+            for full in layer_windows(settings, settings.num_layers)
+        ],
         "sliding_window": window,
         "use_sliding_window": True,
     }
@@ -162,7 +166,7 @@ EAGLE3_ONE_LAYER: AllowedSettings = {**EAGLE3_PLAIN, "norm_before_residual": Non
 EAGLE3_ALL: AllowedSettings = {
     **EAGLE3_ONE_LAYER,
     **all_of("num_layers", "rope_scaling", "norm_before_fc", "fc_norm", "norm_output"),
-    **all_of("own_embedding", "parallel", "mask_token", "sliding_window"),
+    **all_of("own_embedding", "parallel", "mask_token", "sliding_window", "full_layers"),
 }
 """All settings."""
 
@@ -210,11 +214,11 @@ BLOCK: AllowedSettings = all_of(
     *("rope_theta", "epsilon", "mask_token", "num_anchors", "sample_from_anchor"),
 )
 """Settings that both kinds have."""
-DSPARK: AllowedSettings = {**BLOCK, "markov_rank": None}
+DSPARK: AllowedSettings = {**BLOCK, **all_of("markov_rank", "confidence_head")}
 DFLASH: AllowedSettings = {**BLOCK, "sample_from_anchor": (False,)}
 """vLLM and SGLang have no DFlash that samples from the anchor."""
 DRAFT_VOCABULARY = all_of("draft_tokens")
-WINDOW = all_of("sliding_window", "causal", "attention_sink")
+WINDOW = all_of("sliding_window", "full_layers", "causal", "attention_sink")
 """Windows and sinks, which vLLM alone reads."""
 
 
@@ -276,6 +280,6 @@ def markov_config(head: Head) -> dict[str, Any]:
     return {
         "markov_rank": head.config.markov_rank,
         "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
+        "enable_confidence_head": head.config.confidence_head,
         "confidence_head_with_markov": True,
     }

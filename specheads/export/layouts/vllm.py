@@ -55,7 +55,7 @@ def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
 def write_dflash(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return z-lab's format with ModelOpt's settings of a window and of sinks."""
     config, settings = _shared.authors_config(head, base), head.config
-    if settings.sliding_window:
+    if settings.sliding_window and not settings.full_layers:
         config["layer_types"] = ["full_attention"] * settings.num_layers
         config["dflash_config"] |= {
             "use_swa": True,
@@ -69,9 +69,12 @@ def write_dflash(head: Head, base: BaseEnds, out: Path) -> Folder:
 
 def dflash_objection(head: Head, _: BaseEnds) -> str:
     """Object to a window that vLLM would count in another way."""
-    if not head.config.sliding_window or head.config.window_counts_slots:
-        return ""
-    return "its window counts slots, that of this head does not"
+    settings = head.config
+    if settings.sliding_window and not settings.window_counts_slots:
+        return "its window counts slots, that of this head does not"
+    if settings.full_layers and settings.causal:
+        return "it reads no causal blocks with layer_types, those of this head are causal"
+    return ""
 
 
 NOTE = "in vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read"

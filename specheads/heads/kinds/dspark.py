@@ -21,6 +21,8 @@ class Config(BlockConfig):
 
     markov_rank: Width = 256
     """Rank of the correction by the previous token."""
+    confidence_head: bool = True
+    """Whether it estimates the acceptance of each token."""
     sample_from_anchor: bool = True
     """Whether the anchor's slot drafts the first level, and each slot the token after it. Otherwise
     each mask drafts the token at its own position."""
@@ -43,7 +45,9 @@ class Head(BlockHead):
         # starts with almost no correction
         nn.init.normal_(first.weight, std=0.01)
         self.markov_head = nn.ModuleDict({"markov_w1": first, "markov_w2": second})
-        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width + rank, 1)})
+        self.confidence_head = None
+        if config.confidence_head:
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width + rank, 1)})
 
     def node_states(self, hidden: Tensor, tokens: Nodes) -> Float[Tensor, "batch node state"]:
         """Return the hidden states of a level, concatenated with those of the previous tokens."""
@@ -63,16 +67,17 @@ class Head(BlockHead):
         """Return the logits of a state of this level."""
         return self.corrected_logits(state, self.markov_head["markov_w2"])
 
-    def confidence_logits(self, state: Hidden) -> Float[Tensor, "*batch"]:
+    def confidence_logits(self, state: Hidden) -> Float[Tensor, "*batch"] | None:
         """Return the logit of the probability that the base accepts the token of this state."""
-        return self.confidence_head["proj"](state)[..., 0]
+        return self.confidence_head["proj"](state)[..., 0] if self.confidence_head else None
 
     @torch.no_grad()
-    def confidence(self, state: State) -> Float[Tensor, "batch node"]:
+    def confidence(self, state: State) -> Float[Tensor, "batch node"] | None:
         """Return the probability that the base accepts a token after each last node."""
-        return self.confidence_logits(state.states).sigmoid()
+        logits = self.confidence_logits(state.states)
+        return None if logits is None else logits.sigmoid()
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead | None:
-    """Read a folder of DeepSpec or speculators with a Markov and a confidence head."""
+    """Read a folder of DeepSpec, speculators or ModelOpt with a Markov head."""
     return read_block(Head, Config, config, tensors, markov=True)

@@ -24,7 +24,13 @@ from specheads.heads.checkpoint import (
     fill_head,
     read_layer_settings,
 )
-from specheads.heads.layers.attention import AttentionConfig, HeadCache, LlamaLayer
+from specheads.heads.layers.attention import (
+    AttentionConfig,
+    HeadCache,
+    LlamaLayer,
+    check_full_layers,
+    layer_windows,
+)
 from specheads.heads.layers.common import NUM_FUSED_LAYERS, RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead
 
@@ -67,6 +73,8 @@ class Config(AttentionConfig):
     sliding_window: PositiveInt | None = None
     """Number of positions of the text that its layers see, up to the last one that the base has
     read. Drafted positions are always seen, and with `parallel` they count. Null is all."""
+    full_layers: list[LayerIndex] = field(default_factory=list)
+    """Layers without the window, counted from zero."""
     attention_sink: bool = False
     """Whether each attention head learns a logit without a value, its sink."""
 
@@ -80,6 +88,7 @@ class Config(AttentionConfig):
             raise InputError(
                 "eagle3 normalises its features once, got norm_before_fc and fc_norm; leave one out"
             )
+        check_full_layers(self)
         if self.parallel and self.sliding_window and self.sliding_window < self.depth:
             raise InputError(
                 f"eagle3 with parallel needs a sliding_window of at least its depth {self.depth}, "
@@ -145,11 +154,12 @@ class Head(FeedbackHead):
             self.mask_hidden *= self.stream_scale.repeat_interleave(self.width)
         super().fold_streams()
 
-    def window(self, level: int) -> int | None:
-        """Return the number of positions of the text that a level sees."""
-        window, parallel = self.config.sliding_window, self.config.parallel
+    def windows(self, level: int) -> list[int | None]:
+        """Return the number of positions of the text that a level sees in each layer."""
+        windows = layer_windows(self.config, self.config.num_layers)
         # speculators counts P-EAGLE's masks, and not what EAGLE-3 has drafted
-        return window - level if window and parallel else window
+        level = level if self.config.parallel else 0
+        return [window - level if window else None for window in windows]
 
     def bind(
         self, embedding: Tensor, projection: Tensor | None = None, bias: Tensor | None = None
@@ -263,7 +273,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     # in the config of a head with one layer, the number may be that of its base's layers
     is_deep = any(name.startswith("layers.") for name in weights)
     num_layers = settings["num_hidden_layers"] if is_deep else 1
-    window, plain = draft_window(settings, num_layers)
+    window, full_layers, plain = draft_window(settings, num_layers)
     refuse_unused(
         "eagle3",
         config,
@@ -277,6 +287,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         "aux_layers": sorted(set(settings.get(IDS) or ())),
         "num_layers": num_layers,
         "sliding_window": window,
+        "full_layers": full_layers,
         **{name: bool(settings.get(name)) for name in SAME},
     }
     if (mask := weights.get("mask_hidden")) is not None:

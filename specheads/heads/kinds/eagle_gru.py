@@ -113,7 +113,7 @@ class Head(FeedbackHead):
         stream = self.join_token(hidden, self.embed_in_layer_dtype(tokens).roll(-1, 1))
         inputs = self.layer.prepare(stream, positions)
         text = inputs.keys_values
-        documents, window = split_documents(features), self.window(0)
+        documents, window = split_documents(features), self.windows(0)[0]
         context = AttentionContext(text, None, empty_path(text), documents, window)
         state = self.attend_to_text(self.norm(self.layer(inputs, context)), positions, context)
         yield state
@@ -133,7 +133,7 @@ class Head(FeedbackHead):
         first = self.run_committed(hidden, committed.next_tokens, committed, memory)
         newest, context = memory.lengths[:, None] - 1, None
         if self.text_attention is not None:
-            context = AttentionContext(memory.text(), memory.visible(window=self.window(0)))
+            context = AttentionContext(memory.text(), memory.visible(window=self.windows(0)[0]))
         return self.finish_level(GruDraft(self.norm(first.hidden), 0, newest, context))
 
     @torch.no_grad()

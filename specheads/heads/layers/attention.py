@@ -221,6 +221,26 @@ def _mix(queries: Tensor, context: AttentionContext) -> Tensor:
     return (mixed + torch.einsum("bhgtl,bhtld->bhgtd", path_weights, path_values)).flatten(1, 2)
 
 
+def check_full_layers(config: Any) -> None:
+    """Refuse `full_layers` that are not layers next to ones with a window."""
+    full_layers = config.full_layers
+    is_part = {*full_layers} < {*range(config.num_layers)} and len({*full_layers}) == len(
+        full_layers
+    )
+    if full_layers and not (config.sliding_window and is_part):
+        raise InputError(
+            f"head.full_layers needs head.sliding_window and some of {config.num_layers} layers "
+            f"from 0 on, got {full_layers}; correct it, or leave it out"
+        )
+
+
+def layer_windows(config: Any, num_layers: int) -> list[int | None]:
+    """Return the window of each layer; None is the whole text."""
+    full_layers = getattr(config, "full_layers", ())
+    window = getattr(config, "sliding_window", None)
+    return [None if index in full_layers else window for index in range(num_layers)]
+
+
 def limit_to_window(
     visible: Bool[Tensor, "row time time"], window: int | None
 ) -> Bool[Tensor, "row time time"]:

@@ -3,7 +3,7 @@
 Source: arXiv:2602.06036.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -21,7 +21,6 @@ from specheads.heads.checkpoint import (
     check_weights,
     draft_window,
     fill_head,
-    fixed_without_window,
     read_layer_settings,
     read_rope_settings,
 )
@@ -30,6 +29,8 @@ from specheads.heads.layers.attention import (
     AttentionContext,
     HeadCache,
     LlamaLayer,
+    check_full_layers,
+    layer_windows,
     limit_to_window,
 )
 from specheads.heads.layers.common import BorrowingHead, RMSNorm
@@ -60,6 +61,10 @@ class BlockConfig(AttentionConfig):
     """Number of positions per sequence from which a training step drafts, sampled at each step."""
     sliding_window: PositiveInt | None = None
     """Number of positions before the anchor that all slots of its block see. Null is all."""
+    full_layers: list[LayerIndex] = field(default_factory=list)
+    """Layers without the window, counted from zero; `causal` does not apply to them either."""
+    full_layer_sinks: bool = True
+    """Whether `attention_sink` applies to `full_layers`."""
     causal: bool = False
     """Whether a slot sees only the slots of its block up to itself, as in speculators with a
     window."""
@@ -78,6 +83,7 @@ class BlockConfig(AttentionConfig):
                     f"head.{name}=true needs head.sliding_window of at least {minimum}, got "
                     f"{self.sliding_window}; set it, or leave {name} out"
                 )
+        check_full_layers(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,9 @@ class BlockHead(BorrowingHead):
         self.hidden_norm = RMSNorm(width, config.epsilon)
         layers = (LlamaLayer(config, width) for _ in range(config.num_layers))
         self.layers = nn.ModuleList(layers)
+        if not config.full_layer_sinks:
+            for index in config.full_layers:
+                self.blocks()[index].self_attn.attention_sink_bias = None
         self.norm = RMSNorm(width, config.epsilon)
 
     def choose_aux_layers(self, num_layers: int) -> None:
@@ -154,17 +163,19 @@ class BlockHead(BorrowingHead):
         columns = columns[:, :num_anchors].sort(1).values
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         positions, fused = features.positions().expand_as(tokens), self._fuse(features)
-        window = self.config.sliding_window
-        visible = limit_to_window(features.causal_mask(), window)
-        visible = visible.expand(len(tokens), -1, -1)[rows, columns]
-        visible = visible.repeat_interleave(self.num_slots, dim=1)
-        if window and self.config.window_counts_slots:
-            ends = (columns[..., None] + 1 + self._slots()).flatten(1)[..., None]
-            visible &= torch.arange(tokens.shape[1], device=tokens.device) > ends - window
-        visible = block_mask(visible, self.num_slots, causal=self.config.causal)
+
+        def mask(window: int | None) -> Bool[Tensor, "batch query key"]:
+            visible = limit_to_window(features.causal_mask(), window)
+            visible = visible.expand(len(tokens), -1, -1)[rows, columns]
+            visible = visible.repeat_interleave(self.num_slots, dim=1)
+            if window and self.config.window_counts_slots:
+                ends = (columns[..., None] + 1 + self._slots()).flatten(1)[..., None]
+                visible &= torch.arange(tokens.shape[1], device=tokens.device) > ends - window
+            return block_mask(visible, self.num_slots, causal=bool(window) and self.config.causal)
+
         texts = (layer.self_attn.project_keys_values(fused, positions) for layer in self.blocks())
         roots = tokens.roll(-1, 1)[rows, columns]
-        hidden = self.draft_blocks(roots, positions[rows, columns] + 1, texts, visible)
+        hidden = self.draft_blocks(roots, positions[rows, columns] + 1, texts, mask)
         for level in range(self.depth):
             zeros = hidden.new_zeros(*tokens.shape, self.width)
             states = zeros.index_put((rows, columns), hidden[:, :, level])
@@ -172,7 +183,8 @@ class BlockHead(BorrowingHead):
 
     def memory(self, batch: int, capacity: int) -> HeadCache:
         """Return empty slots for the keys and values of committed positions in all layers."""
-        return HeadCache.empty(self.blocks(), batch, capacity, self.config.sliding_window)
+        window = None if self.config.full_layers else self.config.sliding_window
+        return HeadCache.empty(self.blocks(), batch, capacity, window)
 
     @torch.no_grad()
     def begin(self, committed: Committed, memory: HeadCache) -> Guesses:
@@ -181,16 +193,19 @@ class BlockHead(BorrowingHead):
         positions, layers = memory.advance(fused.shape[1], committed.counts), self.blocks()
         fresh = [layer.self_attn.project_keys_values(fused, positions) for layer in layers]
         memory.write(torch.cat(fresh, dim=1), positions)
-        counts_slots = self.config.window_counts_slots
-        ends = memory.lengths[:, None] + self._slots() if counts_slots else None
-        visible = memory.visible(ends, self.config.sliding_window)
-        if self.config.causal or counts_slots:
-            visible = visible.expand(-1, self.num_slots, -1)
-            visible = block_mask(visible, self.num_slots, causal=self.config.causal)
-        else:
-            visible = nn.functional.pad(visible, (0, self.num_slots), value=True)
+
+        def mask(window: int | None) -> Bool[Tensor, "batch query key"]:
+            counts_slots = bool(window) and self.config.window_counts_slots
+            causal = bool(window) and self.config.causal
+            ends = memory.lengths[:, None] + self._slots() if counts_slots else None
+            visible = memory.visible(ends, window)
+            if causal or counts_slots:
+                visible = visible.expand(-1, self.num_slots, -1)
+                return block_mask(visible, self.num_slots, causal=causal)
+            return nn.functional.pad(visible, (0, self.num_slots), value=True)
+
         texts = map(memory.text, range(len(layers)))
-        hidden = self.draft_blocks(root, memory.lengths[:, None], texts, visible)
+        hidden = self.draft_blocks(root, memory.lengths[:, None], texts, mask)
         return self.guess_level(hidden[:, 0], 0, root)
 
     @torch.no_grad()
@@ -209,21 +224,23 @@ class BlockHead(BorrowingHead):
         roots: Int[Tensor, "batch anchor"],
         starts: Int[Tensor, "batch anchor"],
         texts: Iterable[Tensor],
-        visible: Bool[Tensor, "batch query key"],
+        mask: Callable[[int | None], Tensor],
     ) -> Float[Tensor, "batch anchor depth width"]:
         """Return the hidden states of the levels of blocks, with anchors `roots` at `starts`.
 
-        `texts` are the keys and values of the features for each layer. The mask is over the
-        features and then the slots; its query axis may be one.
+        `texts` are the keys and values of the features for each layer. `mask` returns that of a
+        window (batch, query, key), over the features and then the slots; its query axis may be one.
         """
+        windows = layer_windows(self.config, self.config.num_layers)
+        masks = {window: mask(window) for window in {*windows}}
         slots = self._slots()
         tokens = torch.where(slots == 0, roots[..., None], self.mask_token)
         stream = self.embed(tokens, self.fc.weight).flatten(1, 2)
         positions = (starts[..., None] + slots).flatten(1)
-        for layer, text in zip(self.blocks(), texts, strict=True):
+        for layer, text, window in zip(self.blocks(), texts, windows, strict=True):
             inputs = layer.prepare(stream, positions)
             keys_values = torch.cat([text, inputs.keys_values], dim=3)
-            stream = layer(inputs, AttentionContext(keys_values, visible))
+            stream = layer(inputs, AttentionContext(keys_values, masks[window]))
         hidden = self.norm(stream).unflatten(1, tokens.shape[1:])
         return hidden[:, :, self.num_slots - self.depth :]
 
@@ -264,19 +281,17 @@ FIXED = PLAIN | {
     "output_multiplier": 1,
 }
 """Settings of public checkpoints with the only supported value of each."""
-FIXED_MARKOV = {
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-}
+FIXED_MARKOV = {"markov_head_type": "vanilla", "confidence_head_with_markov": True}
 """The same for folders with a Markov head."""
+CONFIDENCE = ("enable_confidence_head", "use_confidence_head")
+"""Names of the setting of a confidence head: DeepSpec's and ModelOpt's."""
 SINK = ("attention_sink_bias", "add_swa_attention_sink_bias")
 """Names of the setting of sinks: ModelOpt's and that of bases, which vLLM reads in both places."""
 USED = (
     *("block_size", "target_layer_ids", "aux_hidden_state_layer_ids", "mask_token_id"),
     *("sample_from_anchor", "draft_vocab_size", "dflash_config", "markov_rank"),
     # the next ones describe the base or the training
-    *("num_target_layers", "num_anchors", "confidence_head_alpha"),
+    *("num_target_layers", "num_anchors", "confidence_head_alpha", "shift_label"),
     *("loss_decay_gamma", "attention_backend"),
     # it is about layers with a window
     "sliding_window_non_causal",
@@ -290,6 +305,8 @@ BY_TRANSFORMERS = "muse_glimmer_assistant"
 """The `model_type` of transformers' only class of a DFlash head."""
 RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 """Tensors of that class, and our names."""
+BY_MODELOPT = ("markov_w1.", "markov_w2.", "confidence_proj.")
+"""Starts of names of tensors in ModelOpt's folders of DSpark."""
 COPIES = (
     *("embed_tokens.weight", "lm_head.weight"),
     *("verifier_lm_head.weight", "verifier_norm.weight"),
@@ -317,14 +334,15 @@ def read_block(
     settings = config.get("transformer_layer_config", {}) | config.get("dflash_config", {}) | config
     if not is_read or bool(settings.get("markov_rank")) != markov:
         return None
-    window, plain, causal = None, fixed_without_window(settings), False
+    window, full_layers, plain = draft_window(settings, settings.get("num_hidden_layers", 0))
+    causal = False
     by_modelopt = not by_speculators and bool(settings.get("use_swa"))
     if by_speculators:
-        window, plain = draft_window(settings, settings["num_hidden_layers"])
         causal = bool(window) and not settings.get("sliding_window_non_causal")
     elif by_modelopt:
         # the window of all layers, which are still named full
-        window, plain = settings.get("swa_window_size"), {"layer_types": "full_attention"}
+        window, full_layers = settings.get("swa_window_size"), []
+        plain = {"layer_types": "full_attention"}
         window = window if is_allowed(PositiveInt, window) else None
         # an explicit is_causal has priority, and must be false
         causal = bool(settings.get("causal")) and settings.get("is_causal") is None
@@ -335,14 +353,21 @@ def read_block(
         config,
         *(config.get(name, {}) for name in (*SECTIONS, "dflash_config")),
         {"rope_type": scaling.get("rope_type")},
-        used=(*LAYERS, *SPECULATORS, *USED, *FIXED_MARKOV, *(MODELOPT if by_modelopt else ())),
+        used=(*LAYERS, *SPECULATORS, *USED, *FIXED_MARKOV, *(MODELOPT if by_modelopt else ()))
+        + (CONFIDENCE if markov else ()),
         fixed=FIXED
         | (FIXED_MARKOV if markov else {})
         | {"target_hidden_size": settings["hidden_size"]}
-        | {"projector_type": "dspark" if by_default else "dflash"}
+        | {"projector_type": "dspark" if markov or by_default else "dflash"}
         | plain,
     )
-    anchored = settings.get("sample_from_anchor", by_default)
+    # in ModelOpt's and RadixArk's folders null is no choice
+    shifted = settings.get("shift_label")
+    anchored = settings.get("sample_from_anchor", by_default if shifted is None else shifted)
+    weights = {_our_name(name): value for name, value in tensors.items()}
+    has_confidence = any(name.startswith("confidence_head.") for name in weights)
+    if markov:
+        _check_confidence(settings, has_confidence)
     # their ids count layer outputs from zero; here k is the residual stream after k layers
     layers = [layer + 1 for layer in settings.get("target_layer_ids") or ()]
     values = {
@@ -356,15 +381,24 @@ def read_block(
         "mask_token": settings["mask_token_id"],
         "sample_from_anchor": anchored,
         "sliding_window": window,
+        "full_layers": full_layers,
+        "full_layer_sinks": any(
+            f"layers.{index}.self_attn.attention_sink_bias" in weights for index in full_layers
+        )
+        or not full_layers,
         "causal": causal,
-        "window_counts_slots": by_modelopt,
+        # attention that is not causal has the window on both sides of a slot in z-lab's code
+        "window_counts_slots": bool(window) and not by_speculators,
         "attention_sink": any(settings.get(name) for name in SINK),
-        **({"markov_rank": settings["markov_rank"]} if markov else {}),
+        **(
+            {"markov_rank": settings["markov_rank"], "confidence_head": has_confidence}
+            if markov
+            else {}
+        ),
     }
     # refused unless it is empty
     del values["rope_scaling"]
     block_head = head(kind(**values), settings["hidden_size"], settings["vocab_size"])
-    weights = {RENAMED.get(name, name): value for name, value in tensors.items()}
     copies = {name: weights.pop(name) for name in COPIES if name in weights}
     fill_head(block_head, weights)
     check_weights(copies)
@@ -372,3 +406,23 @@ def read_block(
     if embedding is not None and projection is not None and len(projection) == len(embedding):
         block_head.bind(embedding, projection)
     return block_head
+
+
+def _our_name(name: str) -> str:
+    """Return our name of a tensor."""
+    if name.startswith(BY_MODELOPT):
+        name = name.replace("confidence_proj.", "confidence_head.proj.")
+        return name if name.startswith("confidence") else f"markov_head.{name}"
+    return RENAMED.get(name, name)
+
+
+def _check_confidence(settings: dict[str, Any], has_confidence: bool) -> None:
+    """Refuse a folder whose settings and tensors differ about a confidence head."""
+    for name in CONFIDENCE:
+        value = settings.get(name)
+        if value is not None and bool(value) != has_confidence:
+            tensors = "has" if has_confidence else "lacks"
+            raise InputError(
+                f"{name}={value} needs to fit the weights, and the folder {tensors} tensors of a "
+                "confidence head; correct config.json"
+            )

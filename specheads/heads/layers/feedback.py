@@ -19,6 +19,7 @@ from specheads.heads.layers.attention import (
     HeadCache,
     LayerInputs,
     LlamaLayer,
+    layer_windows,
 )
 from specheads.heads.layers.common import BorrowingHead, RMSNorm, pick_parents
 
@@ -44,9 +45,9 @@ class FeedbackHead(BorrowingHead):
     feeds_normed: bool
     """Whether a round reads the normalised output of the previous one."""
 
-    def window(self, level: int) -> int | None:
-        """Return the number of positions of the text that a level sees; None is all of them."""
-        return getattr(self.config, "sliding_window", None)
+    def windows(self, level: int) -> list[int | None]:
+        """Return the positions of the text that a level sees in each layer; None is all of them."""
+        return layer_windows(self.config, len(self.blocks()))
 
     @abstractmethod
     def blocks(self) -> Sequence[LlamaLayer]:
@@ -86,7 +87,7 @@ class FeedbackHead(BorrowingHead):
         for level, embedded in enumerate(self.embed_rounds(tokens)):
             hidden = self.next_input(hidden) if level else hidden
             hidden, positions = self.join_token(hidden, embedded), start + level
-            window = self.window(level)
+            windows = self.windows(level)
             for index, layer in enumerate(layers):
                 inputs = layer.prepare(hidden, positions, embedded)
                 if level:
@@ -94,13 +95,18 @@ class FeedbackHead(BorrowingHead):
                 else:
                     texts.append(inputs.keys_values)
                     paths.append(empty_path(inputs.keys_values))
-                context = AttentionContext(texts[index], None, paths[index], documents, window)
+                context = AttentionContext(
+                    texts[index], None, paths[index], documents, windows[index]
+                )
                 hidden = layer(inputs, context)
             yield self.norm(hidden)
 
     def memory(self, batch: int, capacity: int) -> HeadCache:
         """Return empty slots for the keys and values of committed positions."""
-        return HeadCache.empty(self.blocks(), batch, capacity, self.window(0))
+        windows = self.windows(0)
+        return HeadCache.empty(
+            self.blocks(), batch, capacity, None if None in windows else windows[0]
+        )
 
     @torch.no_grad()
     def begin(self, committed: Committed, memory: HeadCache) -> Guesses:
@@ -154,7 +160,7 @@ class FeedbackHead(BorrowingHead):
                 if not drafts:
                     break
                 inputs, ends = inputs.select(select_last, last_positions), last_positions
-            text, visible = cache.text(index), cache.visible(ends, self.window(0))
+            text, visible = cache.text(index), cache.visible(ends, self.windows(0)[index])
             if num_further:
                 text = torch.cat([text, fresh[:, :, :, time:]], dim=3)
                 is_before = further[:, None] <= inputs.positions[..., None]
@@ -170,11 +176,13 @@ class FeedbackHead(BorrowingHead):
         positions = (cache.lengths[:, None] - 1 + level).expand_as(parents)
         embedded = self.embed_in_layer_dtype(tokens)
         hidden = self.join_token(pick_parents(state.hidden, parents), embedded)
-        visible = cache.visible(window=self.window(level))
+        windows = self.windows(level)
+        masks = {window: cache.visible(window=window) for window in {*windows}}
         for index, layer in enumerate(self.blocks()):
             inputs = layer.prepare(hidden, positions, embedded)
             path = state.paths[index].take_along_dim(parents[:, None, None, :, None, None], dim=3)
             paths.append(append_node(path, inputs))
+            visible = masks[windows[index]]
             hidden = layer(inputs, AttentionContext(cache.text(index), visible, paths[-1]))
         return self.guess(DraftBranches(hidden, tuple(paths), cache))
 
