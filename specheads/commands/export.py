@@ -10,14 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specheads.base.model import FrozenBase
-from specheads.commands._call import checked_settings
+from specheads.commands._call import checked_settings, run_folder_of
 from specheads.commands._library import load_base_and_head
 from specheads.config.commands import Export
 from specheads.core.errors import InputError
-from specheads.core.files import writable_folder
+from specheads.core.files import from_json, read_json, writable_folder
 from specheads.data.prompts import load_prompts
 from specheads.export.layouts import engine_module
-from specheads.export.write import Parity, export_head, generate_check_texts
+from specheads.export.write import (
+    Parity,
+    acceptance_profile,
+    export_head,
+    generate_check_texts,
+    scale_positions,
+)
+from specheads.measure.results import Results
+from specheads.runs.directory import RunDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +71,14 @@ def export(
         raise InputError("an export needs its own folder: add out=FOLDER")
     folder = writable_folder(settings.out)
     base, head = load_base_and_head(settings, base)
+    if settings.rope_scaling == "base":
+        head = scale_positions(head, base)
     tokenizer = base.tokenizer_for("the check of an export")
     prompts = load_prompts("python_stdlib", tokenizer, num_prompts=8, prompt_tokens=64)
     tokens = [prompt.tokens for prompt in prompts.prompts]
     texts = generate_check_texts(head, base, settings.engine, folder, tokens)
-    return Exported(folder, *export_head(head, base, settings.engine, folder, texts))
+    run_folder, results = run_folder_of(settings), None
+    if run_folder and (file := RunDirectory(Path(run_folder)).report / "results.json").is_file():
+        results = from_json(Results, read_json(file), str(file))
+    profile = acceptance_profile(head, results)
+    return Exported(folder, *export_head(head, base, settings.engine, folder, texts, profile))

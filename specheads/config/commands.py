@@ -138,6 +138,9 @@ class Export(HasOut, HeadOnBase):
     engine: PrintableText = ""
     """Engine that will serve the head: base, llama_cpp, sglang, speculators, tensorrt_llm, tgi,
     transformers or vllm. docs/export_matrix.md shows which engine serves which head."""
+    rope_scaling: Annotated[str, one_of("head", "base")] = "head"
+    """Whose scaling of positions (yarn, llama3, linear) is written: that which the head was trained
+    with, or the base's, for a head that was trained on shorter texts without scaling."""
 
 
 @dataclass(kw_only=True)

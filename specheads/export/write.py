@@ -12,8 +12,9 @@ tests/oracles/, which reads each layout as its engine's sources do.
 
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -34,16 +35,20 @@ from specheads.core.files import (
 from specheads.decoding.trees import policies
 from specheads.export.layouts import find_layout
 from specheads.export.layouts._shared import Folder
+from specheads.heads.checkpoint import read_rope_settings
+from specheads.heads.layers.attention import Attention
+from specheads.heads.layers.rotary import rope
 from specheads.heads.load import bind_to_base, copy_head, load_head
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import GenerationSettings, continue_prompts
 from specheads.measure.offline import guess_ranks, replay
-from specheads.measure.results import DraftCounts
+from specheads.measure.results import DraftCounts, Results
 from specheads.runs.progress import progress_bar
 from specheads.runs.provenance import collect_provenance
 
 RECORD = "specheads.json"
-"""File in every export: the head, its base, and the result of the check. Engines ignore it."""
+"""File in every export: the head, its base, the result of the check, and acceptance rates. Engines
+ignore it."""
 MERGED_BASE = "base"
 """Subfolder for a base with a merged adapter, which exists nowhere else."""
 TOLERANCE = 1e-4
@@ -96,14 +101,64 @@ def generate_check_texts(
     return list(zip(prompts, continue_prompts(base, prompts, generation), strict=True))
 
 
+def acceptance_profile(head: Head, results: Results | None) -> dict[str, Any]:
+    """Return how often drafts of each depth are accepted, and how that was measured.
+
+    An evaluation is better than the measurement of `tune`. Without either the profile is empty.
+    """
+    measured = results and (results.online or results.offline)
+    if results and measured:
+        settings = asdict(results.settings)
+        names = ("temperature", "acceptance", "tree", "num_nodes", "copied_tokens")
+        return {
+            "measured_by": "specheads evaluate",
+            "rates": [depth.rate for depth in measured.conditional_acceptance],
+            "intervals": [depth.interval for depth in measured.conditional_acceptance],
+            "tokens_per_forward": measured.tokens_per_forward,
+            "prompts": asdict(results.prompts),
+            "settings": {name: settings[name] for name in (*names, "max_new_tokens", "dtype")},
+        }
+    if head.tuned is None:
+        return {}
+    return {
+        "measured_by": "specheads tune",
+        "rates": head.tuned.acceptance.per_depth,
+        "settings": {"temperature": 0.0, "tree": "chain", "dtype": head.tuned.machine.dtype},
+    }
+
+
+def scale_positions(head: Head, base: FrozenBase) -> Head:
+    """Return a copy of a head without scaled positions that has the scaling of the base.
+
+    A head that was trained on short texts then drafts at the positions that the base serves.
+    """
+    scaling = read_rope_settings(base.config.to_dict())["rope_scaling"]
+    if not scaling or getattr(head.config, "rope_scaling", None) != {}:
+        raise InputError(
+            "rope_scaling=base needs a base that scales its positions and a head, such as eagle3, "
+            f"that does not and can, got {scaling or 'no scaling'} and {head.kind}; leave it out"
+        )
+    scaled = copy_head(head)
+    scaled.config = replace(head.config, rope_scaling=scaling)
+    for module in scaled.modules():
+        if isinstance(module, Attention):
+            module.rope = rope(scaled.config.rope_theta, scaling)
+    return scaled
+
+
 def export_head(
-    head: Head, base: FrozenBase, engine: str, out: Path, texts: Sequence[CheckText]
+    head: Head,
+    base: FrozenBase,
+    engine: str,
+    out: Path,
+    texts: Sequence[CheckText],
+    profile: Mapping[str, Any] | None = None,
 ) -> tuple[tuple[str, ...], Parity]:
     """Write a head for an engine; return the command lines that serve it and the check's result.
 
-    The folder holds weights, settings, the base's name and the check's result, and nothing from the
-    environment. It replaces an earlier export. A base with a merged adapter is written to the
-    subfolder `base`.
+    The folder holds weights, settings, the base's name, the check's result and the head's `profile`
+    (see `acceptance_profile`), and nothing from the environment. It replaces an earlier export. A
+    base with a merged adapter is written to the subfolder `base`.
 
     Raises:
         ValueError: The engine cannot serve this head, `out` holds other files, or the check fails.
@@ -133,6 +188,7 @@ def export_head(
             "head": {"kind": head.kind, "depth": head.depth},
             "base": {"name": base.name, "revision": base.revision, "fingerprint": base.fingerprint},
             "parity": {"texts": len(texts), **asdict(parity)},
+            "acceptance": profile or {},
             "specheads": collect_provenance().versions["specheads"],
         }
         (scratch / RECORD).write_text(as_json(record), encoding="utf-8")

@@ -25,6 +25,7 @@ from specheads.export.write import (
     RECORD,
     CheckText,
     LevelDraft,
+    acceptance_profile,
     export_head,
     generate_check_texts,
     in_float64,
@@ -32,11 +33,13 @@ from specheads.export.write import (
     level_drafts,
     load_export,
     read_features,
+    scale_positions,
 )
 from specheads.heads.load import build_for_base, copy_head
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks, replay
 from tests import recurrent, tiny
+from tests import results as tests_results
 from tests.oracles import ORACLES, eagle3, medusa
 from tests.oracles.shared import DraftOracle, view_base
 from tests.tuned import tree
@@ -189,6 +192,54 @@ def test_export_drafts_as_the_head_does_here_and_by_the_oracle(kind, engine, bas
         record = json.loads((out / RECORD).read_text())
         assert record["parity"]["per_depth"] == to_json(parity.per_depth)
         assert record["base"]["name"] == "tiny/base"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_scaled_positions_of_the_base_are_written_for_a_head_without(kind, texts, tmp_path):
+    parameters = STRETCHED["yarn"] | {"rope_theta": 10_000.0}
+    scaled_base = tiny.own_base(
+        "llama", dtype=torch.float32, num_hidden_layers=7, rope_parameters=parameters
+    )
+    head = make(kind, scaled_base)
+    scaled = scale_positions(head, scaled_base)
+    engine, out = "vllm", tmp_path / "out"
+    _, parity = export_head(scaled, scaled_base, engine, out, texts)
+    assert parity.largest_difference < 1e-5
+    written = json.loads((out / "config.json").read_text())["rope_scaling"]
+    assert written == STRETCHED["yarn"]
+    assert head.config.rope_scaling == {}
+    plain, stretched = (drafts_of_head(each, scaled_base, texts) for each in (head, scaled))
+    assert not torch.equal(plain[0][0].logits, stretched[0][0].logits)
+    if kind == "eagle3":
+        assert compare(stretched, out, engine, scaled, scaled_base, texts) < 1e-5
+
+
+def test_scaled_positions_are_refused_where_they_have_no_meaning(base):
+    for kind in ("eagle3", "medusa"):
+        with pytest.raises(InputError, match="rope_scaling=base needs a base that scales"):
+            scale_positions(make(kind, base), base)
+
+
+def test_acceptance_profile_lies_in_the_export(base, texts, tmp_path):
+    head = make("medusa", base)
+    assert acceptance_profile(head, None) == {}
+    head.tuned = made_up()
+    assert acceptance_profile(head, None)["rates"] == head.tuned.acceptance.per_depth
+    rates = [{"rate": 0.5, "interval": [0.4, 0.6]}, {"rate": 0.25, "interval": [0.1, 0.4]}]
+    results = tests_results.bare(
+        offline={
+            "tokens_per_forward": 1.6, "interval": [1.5, 1.7], "per_depth": [],
+            "top_k_accuracy": [], "forwards": 3, "replayed": "chain",
+            "conditional_acceptance": rates,
+        }
+    )  # fmt: skip
+    profile = acceptance_profile(head, results)
+    export_head(head, base, "vllm", tmp_path / "out", texts, profile)
+    record = json.loads((tmp_path / "out" / RECORD).read_text())["acceptance"]
+    assert record == json.loads(json.dumps(profile))
+    assert (record["measured_by"], record["rates"]) == ("specheads evaluate", [0.5, 0.25])
+    assert record["prompts"]["count"] == results.prompts.count
+    assert record["settings"]["temperature"] == results.settings.temperature
 
 
 def mutations(value: Tensor) -> Iterator[tuple[str, Tensor | None]]:
