@@ -106,6 +106,7 @@ def train(options: argparse.Namespace) -> None:
             warmup_steps=options.warmup_steps,
             weight_decay=0.0,
             adam_beta2=0.95,
+            use_cpu=not torch.cuda.is_available(),
             bf16=torch.cuda.is_available() or computes_bfloat16(),
             save_steps=options.checkpoint_every,
             save_total_limit=1,

@@ -352,8 +352,8 @@ class Forwards:
     def cache_argument(self) -> str:
         """Name of the model's argument for its cache, which transformers 5.24 renamed."""
         parameters = signature(self.model.base_model.forward).parameters
-        names = ("cache", "past_key_values", "cache_params")
-        return next(name for name in names if name in parameters)
+        names = (name for name in ("cache", "cache_params") if name in parameters)
+        return next(names, "past_key_values")
 
     def _masks(self, mask: Callable[[int | None], Tensor]) -> Any:
         """Return the mask of each kind of layer by its window, or the one of the only kind."""

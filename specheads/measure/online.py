@@ -16,6 +16,7 @@ from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import make_exact
 from specheads.core.drafter import Drafter
 from specheads.core.machine import dtype_name
+from specheads.core.tree import chain
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, expand_sampling
 from specheads.decoding.suffix_decoding import common_prefix_length
 from specheads.measure.counts import (
@@ -203,7 +204,7 @@ def first_divergence(
     """
     length = common_prefix_length(tokens, base_tokens)
     text = prompt + base_tokens[:length]
-    logits, stepwise_logits = logits_in_two_ways(base, text)
+    logits, stepwise_logits = logits_in_two_ways(base, text, len(prompt))
     scores = _scores(logits, text, sampling)
     stepwise_scores = _scores(stepwise_logits, text, sampling)
     if length < min(len(tokens), len(base_tokens)):
@@ -221,15 +222,34 @@ def first_divergence(
 
 
 @torch.inference_mode()
-def logits_in_two_ways(base: FrozenBase, text: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the logits after a text, read at once and with its last token after a cache."""
+def logits_in_two_ways(
+    base: FrozenBase, text: list[int], num_prompt: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Return the logits after a text, read at once and with its last token after a cache.
+
+    Some bases with states scan a text in another way than they decode it. Such a base reads what
+    follows the first `num_prompt` tokens in chains, and token by token.
+    """
     tokens = torch.tensor([text], device=base.device)
+    if base.has_states:
+        chains, single = (_decoded_logits(base, tokens, num_prompt, size) for size in (8, 1))
+        return chains, single
     logits = base.logits_of(base.read(tokens).hidden[0, -1])
     if len(text) == 1:
         return logits, logits
     cache = base.cache(1, len(text))
     base.prefill(tokens[:, :-1], cache, [len(text) - 1])
     return logits, base.prefill(tokens[:, -1:], cache, [1])[0][0]
+
+
+def _decoded_logits(base: FrozenBase, tokens: Tensor, num_prompt: int, size: int) -> Tensor:
+    """Return the logits after a prompt and chains of so many tokens."""
+    cache = base.cache(1, tokens.shape[1])
+    logits, _ = base.prefill(tokens[:, :num_prompt], cache, [num_prompt])
+    for piece in tokens[:, num_prompt:].split(size, dim=1):
+        logits = base.verify(chain(piece), cache).logits[:, -1]
+        cache.commit([[*range(piece.shape[1])]])
+    return logits[0]
 
 
 def _scores(

@@ -15,6 +15,7 @@ from specheads.decoding.generate import generate
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
+from specheads.measure.online import first_divergence
 from tests import recurrent
 from tests.oracle import Oracle
 
@@ -53,6 +54,21 @@ def test_chains_give_the_text_of_greedy_decoding(kind: str, dtype: torch.dtype, 
     assert decoded.tokens == texts
     assert decoded.forwards[0] == decoded.forwards[3] == -(-(count - 1) // (DEPTH + 1))
     assert decoded.forwards[0] < decoded.forwards[1] < decoded.forwards[2] == count - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", recurrent.CONFIGS)
+def test_in_bfloat16_the_first_difference_is_a_tie(kind: str):
+    base, prompts = recurrent.base(kind, torch.bfloat16), recurrent.prompts(30, 5, 21)
+    alone = decode(base, None, prompts, max_new_tokens=40).tokens
+    texts = [prompt + text for prompt, text in zip(prompts, alone, strict=True)]
+    drafted = decode(base, oracle(base, texts), prompts, max_new_tokens=40).tokens
+    own = [recurrent.greedy(base.model, prompt, 40) for prompt in prompts]
+    for prompt, text, others in zip(prompts, alone, zip(drafted, own, strict=True), strict=True):
+        for other in others:
+            if other != text:
+                _, steps, _ = first_divergence(base, prompt, other, text, Sampling())
+                assert abs(steps) <= 2
 
 
 def test_without_a_rollback_the_text_differs(monkeypatch):
