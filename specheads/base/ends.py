@@ -19,6 +19,7 @@ from specheads.base.fingerprint import exact_fingerprint
 from specheads.base.loading import load_model
 from specheads.base.masks import context_length
 from specheads.base.projection import VocabularyProjection, vocabulary_projection
+from specheads.base.recurrent import refuse_unserved
 from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError
 from specheads.data.chat import turn_end_ids
@@ -169,6 +170,7 @@ class ServedBase(BaseEnds):
             attention=attention,
             ends_only=True,
         )
+        refuse_unserved(loaded.config.get_text_config())
         loaded.eval().requires_grad_(False)
         base = cls(loaded, tokenizer, name=str(model), revision=revision)
         base.location = absolute_folder(loaded.name_or_path or "")

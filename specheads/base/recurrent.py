@@ -27,6 +27,8 @@ STATELESS = ("dummy", "moe", "mlp")
 """Kinds of layers that keep nothing."""
 WRITES = ("update_conv_state(", "update_recurrent_state(")
 """Calls in the code of a mixer."""
+SERVED = ("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Bases with states whose streams vLLM 0.32 and SGLang give to a head, and which they roll back."""
 MEMORY_COPIES = 3
 """Copies of a row's states in a step: the states, those before it, and rows that are read again."""
 
@@ -52,6 +54,15 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
         LayerKind(kind in WITH_KEYS, setting.get("number_of_states", 0))
         for kind, setting in zip(kinds, settings, strict=True)
     )
+
+
+def refuse_unserved(config: Any) -> None:
+    """Refuse a base with states for which vLLM has no hidden states of inner layers."""
+    if layer_kinds(config) and config.model_type not in SERVED:
+        raise InputError(
+            f"features=vllm needs a base whose layers vLLM gives: of those with states {SERVED}, "
+            f"got {config.model_type!r}; leave features=vllm out"
+        )
 
 
 def find_mixers(model: Any, kinds: Sequence[LayerKind]) -> list[Any]:

@@ -24,6 +24,7 @@ from specheads.base.file_checks import attention_of, auto_class
 from specheads.base.gguf import load_path
 from specheads.base.loading import load_config
 from specheads.base.model import FrozenBase
+from specheads.base.recurrent import refuse_unserved
 from specheads.config.commands import Train
 from specheads.config.shared import BaseSettings
 from specheads.config.training import DistillSettings, Phase
@@ -295,6 +296,7 @@ def meta_base(base: BaseSettings, dtype: torch.dtype) -> FrozenBase:
 def meta_served_base(base: BaseSettings, dtype: torch.dtype) -> ServedBase:
     """Return the ends of a base on the meta device; only its config.json is read."""
     config = load_config(load_path(base.model), revision=base.revision)
+    refuse_unserved(config.get_text_config())
     return ServedBase(_meta_model(config, dtype, num_layers=0))
 
 

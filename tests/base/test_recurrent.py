@@ -1,10 +1,12 @@
 """Bases whose layers keep states: chains, joins, prompts, refusals and features."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specheads.base.ends import ServedBase
 from specheads.base.model import FrozenBase
 from specheads.base.recurrent import RecurrentLayer
 from specheads.core.errors import InputError
@@ -206,3 +208,9 @@ def test_aux_layers_are_the_streams_between_layers(kind: str):
 def test_a_tuned_tree_with_branches_becomes_a_chain():
     base, drafter = recurrent.base("lfm2"), Oracle([[1, 2]], DEPTH, recurrent.VOCAB)
     assert default_tree(drafter, base).is_chain
+
+
+def test_hidden_states_of_servers_are_refused_where_vllm_has_none(tmp_path: Path):
+    with pytest.raises(InputError, match=r"features=vllm needs .*, got 'lfm2'; leave"):
+        ServedBase.load(recurrent.saved(tmp_path, "lfm2"))
+    assert ServedBase.load(recurrent.saved(tmp_path, "qwen3_5_text")).num_layers == 4

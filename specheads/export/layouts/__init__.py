@@ -10,16 +10,13 @@ from dataclasses import asdict
 from types import ModuleType
 
 from specheads.base.ends import BaseEnds
-from specheads.base.recurrent import layer_kinds
+from specheads.base.recurrent import SERVED, layer_kinds
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.export.layouts._shared import Layout
 
-BASES_WITH_STATES = dict.fromkeys(
-    ("sglang", "speculators", "vllm"),
-    ("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-)
-"""Bases with recurrent layers that an engine rolls back, and whose streams it gives to a head."""
+STATEFUL_ENGINES = ("sglang", "speculators", "vllm")
+"""Engines that roll back the states of the bases in `SERVED`."""
 
 
 def engines() -> list[str]:
@@ -51,7 +48,7 @@ def objection(head: Head, base: BaseEnds, engine: str) -> str:
     layout, kind = engine_module(engine).LAYOUTS.get(head.kind), base.config.model_type
     if layout is None:
         return "it does not load this kind"
-    if layer_kinds(base.config) and kind not in BASES_WITH_STATES.get(engine, ()):
+    if layer_kinds(base.config) and not (kind in SERVED and engine in STATEFUL_ENGINES):
         return f"it drafts for no base of type {kind}, whose layers keep states"
     return _layout_objection(head, base, layout)
 
