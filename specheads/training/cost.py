@@ -74,7 +74,8 @@ class CostModel:
 
     def cost(self, gpu: Gpu, count: int) -> Cost:
         """Return the cost on `count` GPUs; rows of a step are split until they fit."""
-        room, layers_bytes = USABLE * gpu.memory_bytes, self._base_bytes - self._tables_bytes
+        room = USABLE * gpu.memory_bytes
+        layers_bytes = float(self._base_bytes - self._tables_bytes)
         elsewhere = {"ddp": 0.0, "fsdp2": layers_bytes * (1 - 1 / count)}
         if self._base_bytes <= room * (count - 1):
             # a server on other GPUs has the layers

@@ -76,3 +76,21 @@ def test_training_with_auto_reads_a_small_corpus(tmp_path: Path, monkeypatch: An
     call("train", [*write_corpus(tmp_path / "corpus", 500), *words, "name=small"])
     assert "phase 'distilled': batch_size=auto is 2" in capsys.readouterr().out
     assert (tmp_path / "runs" / "small" / "head" / "config.json").is_file()
+
+
+def test_rows_are_split_until_a_step_fits(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    monkeypatch.chdir(tmp_path)
+    overrides = write_corpus(tmp_path / "corpus", 3600)
+    overrides = [word for word in overrides if "batch_size" not in word]
+    overrides += [f"{CORPUS}.batch_size=8", f"{DISTILLED}.batch_size=2", "dry_run=true"]
+    overrides += [f"{CORPUS}.accumulation_steps=auto"]
+    for room, steps in ((10**15, 1), (0, 8)):
+        monkeypatch.setattr(
+            "specheads.training.batch_sizes.usable_bytes", lambda _, room=room: room
+        )
+        call("train", overrides)
+        output = capsys.readouterr().out
+        assert f"# phase 'corpus': accumulation_steps=auto is {steps}\n" in output
+    with pytest.raises(SystemExit):
+        call("train", [*overrides, f"{CORPUS}.batch_size=auto"])
+    assert "batch_size or accumulation_steps can be auto" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""Costs on GPUs that are not here: from shapes, with datasheets that simulate uses too."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import LlamaConfig
+
+from specheads.config import compose, data_dir
+from specheads.training.cost import GPUS, CostModel, Gpu, cost_lines
+
+ROOT = Path(__file__).parents[2]
+PHASE = "schedule.phases.distilled"
+
+
+@pytest.fixture
+def settings(tmp_path: Path):
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    words = [f"base.model={tmp_path}", "data.path=talks.jsonl", "base.device=cuda"]
+    words += ["head.draft_tokens=128", f"{PHASE}.sequence_length=256", f"{PHASE}.batch_size=8"]
+    words += [f"{PHASE}.distill.new_tokens=128"]
+    return compose.settings_of("train", ["recipe=chat_8b", *words])
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_datasheets_are_those_of_simulate(gpu: Gpu):
+    file = data_dir("configs") / "hardware" / f"{gpu.name.lower()}.yaml"
+    hardware = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert (gpu.name, gpu.bandwidth) == (hardware["name"], float(hardware["bandwidth"]))
+    assert gpu.flops == float(hardware["flops"])
+
+
+def test_more_gpus_take_less_time_and_the_first_way_that_fits_is_named(settings):
+    model = CostModel(settings)
+    one, eight = (model.cost(GPUS[3], count) for count in (1, 8))
+    assert (one.way, eight.way) == ("ddp", "ddp")
+    assert eight.train_hours == pytest.approx(one.train_hours / 8)
+    assert eight.text_hours == pytest.approx(one.text_hours / 8)
+    assert eight.tokens_per_second == pytest.approx(8 * one.tokens_per_second)
+    least = model.cost(Gpu("small", one.peak_bytes / 0.9 - 1, 1e12, 1e15), 1)
+    # rows are split
+    assert least.way == "ddp"
+    assert least.peak_bytes < one.peak_bytes
+    none = model.cost(Gpu("tiny", 1e3, 1e12, 1e15), 8)
+    assert str(none).startswith("does not fit")
+    assert settings.schedule.phases["distilled"].accumulation_steps == "auto"
+
+
+def test_a_line_for_each_gpu(settings):
+    lines = cost_lines(settings, 2)
+    assert [line.partition(":")[0] for line in lines] == [f"2 x {gpu.name}" for gpu in GPUS]
+
+
+@pytest.mark.slow
+def test_the_table_of_the_page_is_current(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    sys.modules.pop("cost_table", None)
+    import cost_table
+
+    assert cost_table.main(["--check"]) == 0
