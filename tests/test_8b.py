@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from string import Template
 
@@ -48,6 +49,14 @@ def test_page_is_short_and_its_files_exist():
     paths = re.findall(r"\b(?:configs|scripts)/[\w./]+\w", PAGE)
     assert len(paths) >= 5
     assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+def test_command_of_the_comparison_is_one_of_the_script(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    script = import_module("bench_serve")
+    (line,) = [line for line in page_lines() if "bench_serve.py" in line]
+    options = script._parse(shlex.split(line)[2:])
+    assert len(options.url) == 1 + len(options.depths)
 
 
 @pytest.fixture
