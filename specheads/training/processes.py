@@ -72,7 +72,8 @@ def _join_on_gpus() -> None:
     accelerate chooses the GPU of a process after it has connected it, and does not tell NCCL.
     """
     rank = os.environ.get("LOCAL_RANK")
-    if rank is None or not torch.cuda.is_available() or distributed.is_initialized():
+    is_on_gpu = torch.cuda.is_available() and not _is_set("ACCELERATE_USE_CPU")
+    if rank is None or not is_on_gpu or distributed.is_initialized():
         return
     if int(rank) >= (num_gpus := torch.cuda.device_count()):
         raise InputError(

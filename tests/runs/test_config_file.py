@@ -112,6 +112,7 @@ RESUMABLE = """
     schedule.phases.*.distill.engine schedule.phases.*.distill.batch_size
     schedule.phases.*.distill.use_head schedule.phases.*.distill.url
     schedule.phases.*.distill.served_as schedule.phases.*.distill.timeout_seconds
+    schedule.phases.*.distill.tensor_parallel schedule.phases.*.distill.gpu_memory_utilization
 """
 FACTS = {
     Resumable: (Train, RESUMABLE),
@@ -124,7 +125,8 @@ FACTS = {
     Remeasured: (Train, "base.compile base.exact base.device base.dtype"),
     SameText: (
         DistillSettings,
-        "folder num_samples engine batch_size use_head url served_as timeout_seconds",
+        "folder num_samples engine batch_size use_head url served_as timeout_seconds "
+        "tensor_parallel gpu_memory_utilization",
     ),
 }
 
