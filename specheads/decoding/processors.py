@@ -5,7 +5,7 @@ transformers has no presence penalty, and its prefix constraint calls the user's
 drafts that the constraint forbids.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from transformers import (
 
 from specheads.core.errors import InputError
 
-AllowedTokensFunction = Callable[[int, Tensor], Sequence[int]]
+AllowedTokensFunction = Callable[[int, Tensor], Collection[int] | Tensor]
 """Arguments: the index of the prompt, and the tokens of prompt and answer so far, on the CPU. It
 returns the tokens that may follow. It must depend on its arguments alone."""
 
@@ -84,7 +84,9 @@ class AllowedTokens(LogitsProcessor):
         return self._masks[key]
 
     def _call(self, prefix: Tensor, vocab_size: int) -> Tensor:
-        token_ids = torch.as_tensor(list(self.function(0, prefix.clone())))
+        allowed = self.function(0, prefix.clone())
+        # one by one, items of a tensor are slow, and a set must be listed
+        token_ids = torch.as_tensor(allowed if isinstance(allowed, Tensor) else list(allowed)).cpu()
         if not len(token_ids):
             raise InputError(
                 "prefix_allowed_tokens_fn must allow at least one token, got none after "
