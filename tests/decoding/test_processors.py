@@ -277,6 +277,18 @@ def test_constraint_reaches_drafts_and_is_called_once_for_a_prefix():
     assert steps <= 5 * 13
 
 
+@pytest.mark.parametrize("collect", [set, torch.tensor])
+def test_allowed_tokens_may_be_a_set_or_a_tensor(collect):
+    def answer(form: Callable[[list[int]], Any]) -> list[list[int]]:
+        settings = Sampling(prefix_allowed_tokens_fn=lambda _, text: form([1, len(text) % 5]))
+        return generate(
+            toy(), markov(), PROMPTS[:1], max_new_tokens=6, eos_ids=(), sampling=settings,
+            tree=policies.chain(2),
+        ).tokens  # fmt: skip
+
+    assert answer(collect) == answer(list)
+
+
 def test_engine_answers_constrained_requests_next_to_plain_ones():
     engine = Engine(toy(), markov(), tree=policies.BestFirst(9, 3, 2, 2), max_batch=2)
     requests = [REQUESTS[name] for name in ("bias", "nothing", "penalties", "bad words")]
