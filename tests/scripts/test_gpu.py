@@ -73,7 +73,7 @@ def test_rehearsal_measures_every_stage(tmp_path: Path):
         [*REHEARSAL, "--out", str(tmp_path), "--minutes", "20"], capture_output=True, text=True
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    for stage in ("tests", "decode", "train", "smollm2", "engine"):
+    for stage in ("tests", "decode", "train", "smollm2", "engine", "chain_8b"):
         record = read_stage(tmp_path, stage)
         assert record["failed"] == {}
         assert record["summary"]
@@ -82,7 +82,7 @@ def test_rehearsal_measures_every_stage(tmp_path: Path):
     assert {"steps", "batch_2", "alone"} <= read_stage(tmp_path, "decode")["values"].keys()
     assert read_stage(tmp_path, "train")["values"]["tiny_eagle3"]["planned_gib"] > 0
     assert read_stage(tmp_path, "smollm2")["values"]["results"]["schema"] == 1
-    assert read_stage(tmp_path, "engine")["values"]["batch_2_context_40"]["goodput"]["steps"] > 0
+    assert read_stage(tmp_path, "engine")["values"]["batch_2_context_40"][0]["goodput"]["steps"] > 0
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_killed_stage_leaves_its_numbers_and_the_other_stages(tmp_path: Path):
     assert "train: failed" in printed
     assert "engine: done" in printed
     assert len(read_stage(tmp_path, "train")["values"]) < 3
-    assert read_stage(tmp_path, "engine")["values"]["batch_1_context_16"]["alone"]["steps"] > 0
+    assert read_stage(tmp_path, "engine")["values"]["batch_1_context_16"][0]["alone"]["steps"] > 0
 
 
 def test_a_speed_up_above_its_tokens_per_forward_gets_no_row(report: Any, tmp_path: Path):
