@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from results_table import table, with_tables
 from transformers import LlamaConfig, Qwen3Config
@@ -21,14 +22,20 @@ from specheads.training.cost import GPUS, CostModel
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
 COUNTS = (1, 8, 16)
-HEADS = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192}
-LLAMA = {**HEADS, "vocab_size": 128_256}
+HEADS: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192}
+LLAMA: dict[str, Any] = {**HEADS, "vocab_size": 128_256}
 
 
-def llama(width: int, inner: int, layers: int, heads: int, **more: object) -> LlamaConfig:
+def llama(width: int, inner: int, layers: int, heads: int, **more: Any) -> LlamaConfig:
     """Return the shape of a Llama 3."""
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    return LlamaConfig(**LLAMA | sizes | {"num_attention_heads": heads} | more)
+    sizes: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+    settings: dict[str, Any] = LLAMA | sizes | more
+    return LlamaConfig(**settings)
 
 
 BASES = {

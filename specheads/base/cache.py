@@ -186,10 +186,12 @@ class RowLayer(CacheLayerMixin):
         return self.cache.capacity
 
 
-class HybridLayer(RecurrentLayer, RowLayer):
+class HybridLayer(RecurrentLayer, RowLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A layer with keys and values and with states."""
 
-    get_max_length = RowLayer.get_max_length
+    def get_max_length(self) -> int:
+        """Return the capacity of a row; -1 for unlimited."""
+        return RowLayer.get_max_length(self)
 
     def __init__(self, number: int, cache: RowCache, num_states: int) -> None:
         RowLayer.__init__(self, number, cache)

@@ -6,10 +6,11 @@ See docs/bases.md.
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
+import torch.fx.experimental._config as fx_config
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -137,7 +138,8 @@ class CompiledLayers:
             layer.forward = partial(run, number)
         try:
             # sizes that happen to be equal, as those of a batch and its memory, make no graph
-            with torch.fx.experimental._config.patch(use_duck_shape=False):
+            # pyright sees no functions in torch's modules of settings
+            with cast(Any, fx_config).patch(use_duck_shape=False):
                 yield streams
         finally:
             for layer in self.layers:

@@ -106,7 +106,7 @@ def build_processors(
     if not settings.has_processors:
         return out
     if settings.logit_bias:
-        bias = {_sequence(key): float(value) for key, value in settings.logit_bias.items()}
+        bias: Any = {_sequence(key): float(value) for key, value in settings.logit_bias.items()}
         out.append(SequenceBiasLogitsProcessor(bias))
     if settings.repetition_penalty != 1:
         out.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))

@@ -243,6 +243,9 @@ def _count_padding(
     return padding
 
 
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+
+
 def _read_sampling(
     logits_processors: LogitsProcessorList,
     do_sample: bool,
@@ -285,7 +288,7 @@ def _read_sampling(
 
         settings["prefix_allowed_tokens_fn"] = allowed_tokens
     if not do_sample:
-        return Sampling(**settings | {"temperature": 0.0})
+        return Sampling(**settings | GREEDY)
     # so that torch.manual_seed determines the tokens, as in transformers
     return Sampling(**settings, seed=int(torch.randint(2**63 - 1, ())))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specheads.base.model import FrozenBase
 from specheads.config.commands import Train
 from specheads.training.memory import MetaTraining, weights_bytes
 from specheads.training.plan import disk_use
@@ -61,8 +62,13 @@ class CostModel:
     """Costs of one training, from shapes that are computed once."""
 
     def __init__(self, settings: Train) -> None:
-        self._training = MetaTraining(copy.deepcopy(settings), torch.device("cuda"))
+        settings = copy.deepcopy(settings)
+        # servers are one of the ways that a cost compares
+        settings.features.source = "local"
+        self._training = MetaTraining(settings, torch.device("cuda"))
         base = self._training.base
+        assert isinstance(base, FrozenBase)
+        self._slot_bytes = base.slot_bytes
         self._phases = schedule_phases(self._training.settings.schedule)
         self._base_bytes = weights_bytes(base.model)
         # heads read the two tables, which every process has whole
@@ -120,7 +126,7 @@ class CostModel:
             if (text := phase.settings.distill) is None or text.folder:
                 continue
             # half of a text is in the cache on average, and the weights are on as many GPUs
-            cache = text.batch_size * text_tokens(text) / 2 * self._training.base.slot_bytes
+            cache = text.batch_size * text_tokens(text) / 2 * self._slot_bytes
             step = (self._base_bytes + cache) / (count * SHARE * gpu.bandwidth)
             seconds += text.num_samples / text.batch_size * text.new_tokens * step
         return seconds / 3600

@@ -1,6 +1,7 @@
 """Costs on GPUs that are not here: from shapes, with datasheets that simulate uses too."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,14 @@ def test_a_line_for_each_gpu(settings):
     assert [line.partition(":")[0] for line in lines] == [f"2 x {gpu.name}" for gpu in GPUS]
 
 
+def test_servers_of_a_run_are_one_of_the_ways(settings):
+    lines = cost_lines(settings, 2)
+    settings.features.source = "vllm"
+    assert cost_lines(settings, 2) == lines
+
+
 @pytest.mark.slow
 def test_the_table_of_the_page_is_current(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     sys.modules.pop("cost_table", None)
-    import cost_table
-
-    assert cost_table.main(["--check"]) == 0
+    assert import_module("cost_table").main(["--check"]) == 0

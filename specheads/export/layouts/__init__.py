@@ -59,8 +59,9 @@ def _layout_objection(head: Head, base: BaseEnds, layout: Layout) -> str:
     if head.adds_to_base_logits and base.projection.scale != 1.0 and head.draft_ids is None:
         return "its Markov head adds to logits that the engine does not scale as the base does"
     defaults = asdict(type(head.config)())
-    for name, value in asdict(head.config).items() if layout.settings is not None else ():
-        allowed = layout.settings.get(name, (defaults[name],))
+    settings = layout.settings
+    for name, value in asdict(head.config).items() if settings is not None else ():
+        allowed = (settings or {}).get(name, (defaults[name],))
         if allowed is not None and value not in allowed:
             return f"it cannot hold {name}={value!r}"
     if layers := list(head.aux_layers):
