@@ -104,7 +104,7 @@ def test_unknown_choice_lists_valid_choices(group: str, refused: Any):
 @pytest.mark.parametrize("words", [[], ["recipe=nope"]])
 def test_missing_recipe_lists_the_recipes(words: list[str], refusal: Any):
     said = refusal("train", *words)
-    assert said.startswith("error: recipe must be one of conversations, granite_code, ")
+    assert said.startswith("error: recipe must be one of chat_8b, conversations, ")
     assert ("'nope'" if words else "none;") in said
 
 

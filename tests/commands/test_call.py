@@ -231,6 +231,8 @@ def test_signals_that_are_ignored_or_handled_stay_so():
 
 def clean_up(ready: Event, done: Any) -> None:
     """Take a while to save the work after an interrupt."""
+    # the tests may run under nohup, which ignores SIGHUP
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with on_stop_signal(interrupt), exit_at_second_request():
         try:
             ready.set()

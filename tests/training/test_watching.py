@@ -176,6 +176,7 @@ def test_the_best_head_can_become_the_head_of_the_run(tmp_path: Path):
     with torch.no_grad():
         for value in head.parameters():
             value.zero_()
+    run.config.write_text("a: 1\n")
     run.begin("a: 1\n", {})
     run.end(head, is_best=True)
     for name, value in load_file(run.best / "model.safetensors").items():
