@@ -1,6 +1,6 @@
 """Suffix decoding: copy what followed the longest suffix of the text at other places.
 
-A suffix automaton finds the longest suffix that occurs elsewhere, in constant time per token. Of
+A suffix automaton finds the longest suffix that occurs elsewhere, in bounded time per token. Of
 several tokens that followed it the most frequent one is copied, the most recent one of equals, and
 the copy ends where the frequencies make it unlikely. Places are those of the text itself, which is
 prompt lookup, or also those of every text that an automaton shared by requests has read.
@@ -19,7 +19,10 @@ MAX_MATCH = 3
 MIN_PROBABILITY = 0.1
 """A copy ends where its tokens followed one another in less than this share of the places."""
 MAX_TOKENS = 2**18
-"""Tokens after which an automaton forgets all texts; it then has about 200 MB."""
+"""New tokens after which an automaton forgets all texts but the growing ones; about 200 MB."""
+MAX_COUNTED = 256
+"""Suffixes, longest first, that a token is counted for. A text that repeats itself has as many as
+tokens, others far fewer."""
 
 
 class SuffixAutomaton:
@@ -36,7 +39,7 @@ class SuffixAutomaton:
     def reset(self) -> None:
         """Forget all texts."""
         self.num_resets += 1
-        self.num_tokens = 0
+        self.num_tokens, self.max_tokens = 0, MAX_TOKENS
         self.children: list[dict[int, int]] = [{}]
         self.links, self.lengths, self.counts, self.ends = [-1], [0], [0], [0]
 
@@ -53,7 +56,9 @@ class SuffixAutomaton:
             if state >= 0:
                 self.links[end] = self._split(state, token)
         suffix = end
-        while suffix > 0:
+        for _ in range(MAX_COUNTED):
+            if not suffix:
+                break
             self.counts[suffix] += 1
             self.ends[suffix] = self.num_tokens
             suffix = self.links[suffix]
@@ -130,11 +135,13 @@ class LookupText:
         Without a match, return zero and an empty list.
         """
         automaton = self._automaton
-        if automaton.num_tokens > MAX_TOKENS:
+        if automaton.num_tokens > automaton.max_tokens:
             automaton.reset()
         if automaton.num_resets != self._num_resets:
             self._num_read, self._state = 0, 0
             self._num_resets = automaton.num_resets
+            # read again: it is not new, and would make the automaton forget at every step
+            automaton.max_tokens += len(self._text)
         for token in self._text[self._num_read :]:
             self._state = automaton.extend(self._state, token)
         self._num_read = len(self._text)

@@ -141,6 +141,24 @@ def test_memory_that_is_full_starts_again(monkeypatch: pytest.MonkeyPatch):
     assert memory.num_resets == 1
 
 
+def test_running_texts_longer_than_a_memory_are_not_read_at_every_step(monkeypatch: Any):
+    monkeypatch.setattr(suffix_decoding, "MAX_TOKENS", 12)
+    memory = SuffixAutomaton()
+    texts = [LookupText(range(20 * row, 20 * row + 8), memory) for row in range(3)]
+    for token in range(10):
+        for text in texts:
+            text.find(1)
+            text.extend([token])
+    # one reset before all are read, and one after every 12 of the 30 new tokens
+    assert memory.num_resets <= 4
+
+
+def test_text_that_repeats_itself_takes_bounded_time_per_token():
+    memory = SuffixAutomaton()
+    assert LookupText([5] * 1000, memory).find(4) == (MAX_MATCH, [5] * 4)
+    assert sum(memory.counts) <= 1000 * suffix_decoding.MAX_COUNTED
+
+
 def test_answers_so_far_are_copied_in_the_next_request():
     base, prompt, memory = tiny.base(), tiny.prompts()[0], SuffixAutomaton()
     outs = [
