@@ -133,7 +133,7 @@ class RowCache(Cache, ABC):
     def join(self, new_rows: "RowCache") -> "RowCache":
         """Append the rows of a cache of the same capacity or pool, which is then empty."""
         for layer, new_layer in zip(self.recurrent, new_rows.recurrent, strict=True):
-            layer.join(new_layer)
+            layer.join(new_layer, len(self.row_lengths), len(new_rows.row_lengths))
         self._set_lengths(self.row_lengths + new_rows.row_lengths)
         new_rows.keep_rows([])
         return self

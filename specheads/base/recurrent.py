@@ -296,14 +296,19 @@ class RecurrentLayer(LinearAttentionLayer):
         self.discard()
         self.set_states({key: states[rows] for key, states in self.states().items()})
 
-    def join(self, new_rows: "RecurrentLayer") -> None:
-        """Append the rows of another batch."""
+    def join(self, new_rows: "RecurrentLayer", num_rows: int, num_new: int) -> None:
+        """Append the `num_new` rows of another batch to the `num_rows` of this one."""
         self.discard()
         new_rows.discard()
-        states = self.states()
-        self.set_states(
-            {
-                key: torch.cat([states[key], new]) if key in states else new
-                for key, new in new_rows.states().items()
-            }
-        )
+        old, new = self.states(), new_rows.states()
+        joined = {}
+        for key, some in (old | new).items():
+            # rows without a token have no state yet
+            sides = (old.get(key), num_rows), (new.get(key), num_new)
+            joined[key] = torch.cat(
+                [
+                    some.new_zeros(size, *some.shape[1:]) if states is None else states
+                    for states, size in sides
+                ]
+            )
+        self.set_states(joined)

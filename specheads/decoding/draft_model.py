@@ -68,6 +68,11 @@ class DraftModel(Drafter):
     def extend(self, state: DraftState, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read the tree so far and this level."""
         cache, tree, level_start = state
+        if self.model.has_states and tokens.shape[1] > 1:
+            raise InputError(
+                "a draft model with recurrent layers drafts chains only, because a state belongs to "
+                f"one path, got {tokens.shape[1]} nodes in a level; take a tree without branches"
+            )
         first = tree.tokens.shape[1]
         tree = TokenTree(
             torch.cat([tree.tokens, tokens], dim=1),

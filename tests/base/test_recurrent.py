@@ -14,11 +14,12 @@ from specheads.core.tree import TokenTree, chain
 from specheads.decoding.draft_model import DraftModel, Streaming
 from specheads.decoding.engine import Engine, default_tree
 from specheads.decoding.generate import generate
+from specheads.decoding.request import Request
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.measure.online import first_divergence
-from tests import recurrent
+from tests import recurrent, tiny
 from tests.oracle import Oracle
 
 DEPTH = 4
@@ -121,6 +122,29 @@ def test_a_draft_model_with_states_forgets_its_drafts():
     assert drafted.tokens == alone.tokens
     # the base drafts for itself, so that everything is accepted
     assert drafted.forwards == [5, 5]
+
+
+@pytest.mark.parametrize("lengths", [(9, 1), (1, 9)])
+def test_rows_that_a_draft_model_has_not_read_join_others(lengths):
+    base, prompts = recurrent.base("falcon_h1"), recurrent.prompts(*lengths)
+    alone = [decode(base, None, [prompt], max_new_tokens=20).tokens[0] for prompt in prompts]
+    engine = Engine(base, DraftModel(base, 3, base), max_batch=2, max_length=40)
+    streams = []
+    for prompt in prompts:
+        streams.append(engine.submit(Request(prompt=prompt, max_new_tokens=20, eos_ids=())))
+        engine.step()
+    engine.run()
+    assert [stream.tokens for stream in streams] == alone
+    # the base drafts for itself, so that everything is accepted
+    assert [len(stream.steps) for stream in streams] == [5, 5]
+
+
+def test_a_draft_model_with_states_refuses_branches():
+    base, prompts = recurrent.base("lfm2"), recurrent.prompts(9)
+    other = tiny.own_base("llama", vocab_size=base.vocab_size)
+    drafter = DraftModel(base, 2, other)
+    with pytest.raises(InputError, match="drafts chains only, because .* got 2 nodes in a level"):
+        decode(other, drafter, prompts, max_new_tokens=4, tree=policies.Beam(2, 2))
 
 
 def test_trees_with_branches_are_refused_in_one_line():
