@@ -126,10 +126,11 @@ def fewest_accumulation_steps(settings: Train, accelerator: Accelerator, name: s
     sharding = sharding_of(accelerator, settings.base.device)
     training = MetaTraining(settings, device)
     room_bytes = _room_bytes(training, device, sharding)
-    rows = -(-phase.settings.batch_size // row_share(sharding, accelerator).world_size)
+    num_shares = row_share(sharding, accelerator).world_size
+    rows = -(-phase.settings.batch_size // num_shares)
     while (
         training.measure_step(phase, rows).memory.total_bytes > room_bytes
-        and 2 * phase.settings.accumulation_steps <= rows
+        and 2 * phase.settings.accumulation_steps * num_shares <= phase.settings.batch_size
     ):
         phase.settings.accumulation_steps *= 2
     return phase.settings.accumulation_steps
@@ -139,7 +140,8 @@ def _room_bytes(training: MetaTraining, device: torch.device, sharding: Sharding
     """Return the bytes of a device that `auto` may fill."""
     room_bytes = (1 - FREE_SHARE) * usable_bytes(device)
     if device.type == "cpu":
-        room_bytes -= machine.process_bytes(device)
+        # equal on all processes: each would choose another number
+        room_bytes -= maximum(float(machine.process_bytes(device)))
     if sharding:
         # shapes are those of a base that is not sharded
         elsewhere = 1 - 1 / sharding.mesh.size()

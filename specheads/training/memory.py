@@ -200,12 +200,14 @@ class MetaTraining:
         assert isinstance(self.base, FrozenBase)
         with self.teacher.base_as_loaded(), FusedKernels(), PeakMemory() as memory:
             self.base.read(prompts.to("meta"), self.head.aux_layers)
+        with FusedKernels():
+            state_bytes = self.base.state_bytes
         # new texts have their own rows until they are copied into the batch
         rows = distill.batch_size + distill.batch_size // REFILL
         slots = rows * (text_tokens(distill) + 2 * self.head.depth)
         return replace(
             self.weights_memory(),
-            keys_and_values_bytes=slots * self.base.slot_bytes + rows * self.base.state_bytes,
+            keys_and_values_bytes=slots * self.base.slot_bytes + rows * state_bytes,
             activations_bytes=memory.peak,
         )
 

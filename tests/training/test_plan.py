@@ -31,14 +31,15 @@ from specheads.training.memory import (
     random_batch,
 )
 from specheads.training.plan import TrainingPlan, plan_training
-from specheads.training.processes import accelerator_of_environment
-from specheads.training.schedule import schedule_phases
+from specheads.training.processes import RowShare, accelerator_of_environment
+from specheads.training.schedule import refuse_misfit, schedule_phases
 from specheads.training.step import StepRunner
-from tests import tiny
+from tests import recurrent, tiny
 
 CPU = torch.device("cpu")
 CORPUS_ONLY = "~schedule.phases.distilled"
 AUTO = "schedule.phases.corpus.batch_size=auto"
+PARTS = "schedule.phases.corpus.accumulation_steps=auto"
 ACCELERATOR = accelerator_of_environment("float32")
 
 
@@ -219,6 +220,43 @@ def test_automatic_batch_fits_memory_and_tokens(gib, tokens, rows, folder, monke
     monkeypatch.setattr(batch_sizes, "usable_bytes", lambda _: room_bytes)
     settings = settings_of(folder, CORPUS_ONLY, "head=medusa", AUTO)
     assert largest_batch_sizes(settings, ACCELERATOR, {"corpus": 100}) == {"corpus": rows}
+
+
+def parts_of(folder: Path, *words: str) -> int:
+    """Return accumulation_steps=auto where a part takes 1 GiB for each row and 10 GiB are free."""
+    settings = settings_of(folder, CORPUS_ONLY, "head=medusa", PARTS, *words)
+    resolve_batch_sizes(settings, ACCELERATOR, lambda _: None)
+    phase = settings.schedule.phases["corpus"]
+    refuse_misfit("corpus", phase, 128, 1, batch_sizes.row_share(None, ACCELERATOR).world_size)
+    return int(phase.accumulation_steps)
+
+
+def test_all_processes_split_rows_into_as_many_parts(folder, monkeypatch):
+    def measure_step(_: MetaTraining, phase: Any, rows: int) -> StepCost:
+        rows = -(-rows // phase.settings.accumulation_steps)
+        return StepCost(StageMemory(activations_bytes=rows * 2**30), 0.0)
+
+    monkeypatch.setattr(MetaTraining, "measure_step", measure_step)
+    monkeypatch.setattr(batch_sizes.machine, "process_bytes", lambda _: 2**30)
+    monkeypatch.setattr(batch_sizes, "usable_bytes", lambda _: 11 * 2**30 / 0.8)
+    size = "schedule.phases.corpus.batch_size"
+    assert parts_of(folder, f"{size}=8") == 1
+    # another process uses 4 GiB more
+    monkeypatch.setattr(batch_sizes, "gather_object", lambda values: [*values, 5.0 * 2**30])
+    assert parts_of(folder, f"{size}=8") == 2
+    # one of four processes has two rows of five, the others have one
+    monkeypatch.setattr(batch_sizes, "row_share", lambda *_: RowShare(0, 4))
+    monkeypatch.setattr(batch_sizes, "usable_bytes", lambda _: 0)
+    assert parts_of(folder, f"{size}=5") == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_text_of_a_base_with_states_and_experts_is_planned(dtype, tmp_path):
+    words = (f"base.dtype={dtype}", "head=medusa", "schedule.phases.distilled.sequence_length=64")
+    settings = settings_of(recurrent.saved(tmp_path, "granitemoehybrid"), *words)
+    text = settings.schedule.phases["distilled"].distill
+    assert text
+    assert MetaTraining(settings, CPU).text_memory(text).keys_and_values_bytes > 0
 
 
 def test_auto_batch_is_printed_and_a_resumed_run_keeps_it(folder, tmp_path, monkeypatch):
