@@ -78,7 +78,9 @@ def export(
     tokens = [prompt.tokens for prompt in prompts.prompts]
     texts = generate_check_texts(head, base, settings.engine, folder, tokens)
     run_folder, results = run_folder_of(settings), None
-    if run_folder and (file := RunDirectory(Path(run_folder)).report / "results.json").is_file():
-        results = from_json(Results, read_json(file), str(file))
+    # with other positions it is another network, whose acceptance was not measured
+    if run_folder and settings.rope_scaling == "head":
+        file = RunDirectory(Path(run_folder)).report / "results.json"
+        results = from_json(Results, read_json(file), str(file)) if file.is_file() else None
     profile = acceptance_profile(head, results)
     return Exported(folder, *export_head(head, base, settings.engine, folder, texts, profile))

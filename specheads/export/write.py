@@ -130,7 +130,8 @@ def acceptance_profile(head: Head, results: Results | None) -> dict[str, Any]:
 def scale_positions(head: Head, base: FrozenBase) -> Head:
     """Return a copy of a head without scaled positions that has the scaling of the base.
 
-    A head that was trained on short texts then drafts at the positions that the base serves.
+    A head that was trained on short texts then drafts at the positions that the base serves. It has
+    no tuned trees: they were measured without the scaling.
     """
     scaling = read_rope_settings(base.config.to_dict())["rope_scaling"]
     if not scaling or getattr(head.config, "rope_scaling", None) != {}:
@@ -139,7 +140,7 @@ def scale_positions(head: Head, base: FrozenBase) -> Head:
             f"that does not and can, got {scaling or 'no scaling'} and {head.kind}; leave it out"
         )
     scaled = copy_head(head)
-    scaled.config = replace(head.config, rope_scaling=scaling)
+    scaled.config, scaled.tuned = replace(head.config, rope_scaling=scaling), None
     for module in scaled.modules():
         if isinstance(module, Attention):
             module.rope = rope(scaled.config.rope_theta, scaling)

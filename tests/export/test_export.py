@@ -201,7 +201,10 @@ def test_scaled_positions_of_the_base_are_written_for_a_head_without(kind, texts
         "llama", dtype=torch.float32, num_hidden_layers=7, rope_parameters=parameters
     )
     head = make(kind, scaled_base)
+    head.tuned = made_up()
     scaled = scale_positions(head, scaled_base)
+    # measured at other positions
+    assert acceptance_profile(scaled, None) == {}
     engine, out = "vllm", tmp_path / "out"
     _, parity = export_head(scaled, scaled_base, engine, out, texts)
     assert parity.largest_difference < 1e-5
