@@ -92,6 +92,12 @@ class AllowedTokens(LogitsProcessor):
                 "prefix_allowed_tokens_fn must allow at least one token, got none after "
                 f"{len(prefix)} tokens; allow an end-of-text token there"
             )
+        lowest, highest = int(token_ids.min()), int(token_ids.max())
+        if lowest < 0 or highest >= vocab_size:
+            raise InputError(
+                f"prefix_allowed_tokens_fn must return token ids from 0 to {vocab_size - 1}, got "
+                f"{lowest if lowest < 0 else highest}; use this base's own tokenizer"
+            )
         return torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, token_ids, True)
 
 

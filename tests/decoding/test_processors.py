@@ -314,6 +314,8 @@ def test_engine_answers_constrained_requests_next_to_plain_ones():
         ({"prefix_allowed_tokens_fn": 3}, "prefix_allowed_tokens_fn must be a function"),
         ({"bad_words": [[VOCAB]]}, "tokens of logit_bias and bad_words must be below"),
         ({"prefix_allowed_tokens_fn": lambda *_: []}, "must allow at least one token, got none"),
+        ({"prefix_allowed_tokens_fn": lambda *_: [1, -1]}, "token ids from 0 to 4, got -1; use"),
+        ({"prefix_allowed_tokens_fn": lambda *_: [VOCAB]}, "token ids from 0 to 4, got 5; use"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(settings, rule):
