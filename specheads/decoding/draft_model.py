@@ -70,7 +70,7 @@ class DraftModel(Drafter):
         cache, tree, level_start = state
         if self.model.has_states and tokens.shape[1] > 1:
             raise InputError(
-                "a draft model with recurrent layers drafts chains only, because a state belongs to "
+                "a draft model with recurrent layers drafts chains only, as a state belongs to "
                 f"one path, got {tokens.shape[1]} nodes in a level; take a tree without branches"
             )
         first = tree.tokens.shape[1]

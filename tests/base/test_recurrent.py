@@ -143,7 +143,7 @@ def test_a_draft_model_with_states_refuses_branches():
     base, prompts = recurrent.base("lfm2"), recurrent.prompts(9)
     other = tiny.own_base("llama", vocab_size=base.vocab_size)
     drafter = DraftModel(base, 2, other)
-    with pytest.raises(InputError, match="drafts chains only, because .* got 2 nodes in a level"):
+    with pytest.raises(InputError, match=r"drafts chains only, .* got 2 nodes in a level"):
         decode(other, drafter, prompts, max_new_tokens=4, tree=policies.Beam(2, 2))
 
 

@@ -101,8 +101,8 @@ def layer_settings(head: Head, base: BaseEnds) -> dict[str, Any]:
     attention, window = layer.self_attn, settings.sliding_window
     windows: dict[str, Any] = {
         "layer_types": [
-            "full_attention" if full is None else "sliding_attention"
-            for full in layer_windows(settings, settings.num_layers)
+            "full_attention" if limit is None else "sliding_attention"
+            for limit in layer_windows(settings, settings.num_layers)
         ],
         "sliding_window": window,
         "use_sliding_window": True,
