@@ -1,5 +1,6 @@
 """metrics.jsonl stays valid, also if a tracker fails."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from accelerate.utils import LoggerType
 from specheads.config.shared import TrackerSettings
 from specheads.core.errors import InputError
 from specheads.runs import trackers
+from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics, refuse_missing
 
 
@@ -130,6 +132,53 @@ class Failing(GeneralTracker):
         reached.append(moment)
         if moment == failing[0]:
             raise ConnectionError("the network\nis gone")
+
+
+class Recording(GeneralTracker):
+    """A tracker that keeps what it was started with."""
+
+    name, requires_logging_directory, tracker = "recording", False, None
+
+    def __init__(self, project: str, **chosen: Any) -> None:
+        self.project, self.chosen = project, chosen
+        started.append(chosen)
+
+    def start(self) -> None:
+        pass
+
+    def log(self, values: dict, step: int | None = None, **keywords: Any) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+started: list[dict[str, Any]] = []
+
+
+@pytest.mark.parametrize("kind", ["wandb", "trackio"])
+def test_tracker_s_run_belongs_to_the_folder_of_the_run(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Started, resumed, started again in an emptied folder, in a copy, and beside a namesake."""
+    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, kind, Recording)
+    started.clear()
+
+    def begin(folder: Path) -> Any:
+        run = RunDirectory(folder)
+        run.begin("a: 1\n", {})
+        settings = TrackerSettings(kind=kind, project="p")
+        Tracker(folder / "metrics.jsonl", settings, "mine", run.run_id, pytest.fail).resume(0)
+        return started[-1].get("id", started[-1]["name"])
+
+    first = begin(tmp_path / "a")
+    assert begin(tmp_path / "a") == first
+    (tmp_path / "a").rename(tmp_path / "moved")
+    assert begin(tmp_path / "moved") == first
+    again, beside = begin(tmp_path / "a"), begin(tmp_path / "b")
+    shutil.rmtree(tmp_path / "b")
+    assert len({first, again, beside, begin(tmp_path / "b")}) == 4
+    assert all(options["resume"] == "allow" for options in started)
 
 
 reached: list[str] = []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +182,18 @@ def test_unusable_server_is_refused_in_one_line(case: str, server: Any, bases: A
 def test_unusable_settings_are_refused(changes: Any, line: str, server: Any, bases: Any):
     with pytest.raises(InputError, match=line):
         source(server, bases[1], **changes)
+
+
+@pytest.mark.parametrize("free_bytes", [0, 1, 64])
+def test_folder_without_room_names_the_container_s_option(
+    free_bytes: int, server: Any, bases: Any, monkeypatch: pytest.MonkeyPatch
+):
+    # docker gives /dev/shm 64 MB
+    usage = SimpleNamespace(free=free_bytes)
+    monkeypatch.setattr("specheads.training.feature_server.shutil.disk_usage", lambda _: usage)
+    with pytest.raises(InputError, match=r"have space for a row of 40 tokens.*docker --shm-size"):
+        source(server, bases[1])
+    assert not server.folder.exists() or not any(server.folder.iterdir())
 
 
 def test_server_with_another_embedding_is_refused(server: Any, bases: Any):
