@@ -181,11 +181,16 @@ def _replace(old: Tensor, new: Any, value: Any) -> Any:
 # --- states of a cache ---------------------------------------------------------------------------
 
 
+CACHE = object()
+"""Stands for the cache in kept arguments: with itself it would be a cycle, and be freed late."""
+
+
 class MixerCall(NamedTuple):
     """The last call of a mixer, which `commit` repeats over fewer positions."""
 
     mixer: Any
     args: tuple[Any, ...]
+    """With `CACHE` in place of the cache, as the settings."""
     settings: dict[str, Any]
     steps: bool
     before: States | None
@@ -202,7 +207,7 @@ class MixerCall(NamedTuple):
             def change(value: Any) -> Any:
                 if isinstance(value, Tensor) and value.shape[:2] == shape:
                     return value[rows, :count]
-                return cache if isinstance(value, Cache) else value
+                return cache if value is CACHE else value
 
             settings = {name: change(value) for name, value in self.settings.items()}
             _run_steps(self.mixer.forward, tuple(map(change, self.args)), settings, self.steps)
@@ -220,10 +225,16 @@ def keeping_states(*, drafting: bool, undo: bool) -> Run:
         # kernels of single positions write in place
         before = {key: states.clone() for key, states in layer.states().items()} if undo else None
         steps = bool(layer.states()) and must_step(mixer, drafting=drafting)
-        layer.call = MixerCall(mixer, args, settings, steps, before)
+        kept_args = tuple(map(_without_cache, args))
+        kept_settings = {name: _without_cache(value) for name, value in settings.items()}
+        layer.call = MixerCall(mixer, kept_args, kept_settings, steps, before)
         return _run_steps(forward, args, settings, steps)
 
     return run
+
+
+def _without_cache(value: Any) -> Any:
+    return CACHE if isinstance(value, Cache) else value
 
 
 def _run_steps(

@@ -1,5 +1,7 @@
 """Bases whose layers keep states: chains, joins, prompts, refusals and features."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,19 @@ def test_rows_that_a_draft_model_has_not_read_join_others(lengths):
     assert [stream.tokens for stream in streams] == alone
     # the base drafts for itself, so that everything is accepted
     assert [len(stream.steps) for stream in streams] == [5, 5]
+
+
+def test_a_cache_is_freed_at_once_after_a_draft_that_was_not_committed():
+    base = recurrent.base("falcon_h1")
+    cache = base.cache(1, 9)
+    base.verify(chain(torch.tensor([[3, 4, 5]])), cache)
+    reference = weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_a_draft_model_with_states_refuses_branches():
