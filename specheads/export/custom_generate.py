@@ -9,6 +9,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -168,8 +169,8 @@ _PROCESSORS: dict[type, tuple[str, str]] = {
 """Supported processors in `Sampling`'s order: the setting, and the processor's attribute."""
 _HARMLESS = {
     *("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"),
-    # the name of past_key_values since transformers 5.24
-    "cache",
+    # other names of past_key_values: since transformers 5.24, and in Mamba
+    *("cache", "cache_params"),
 }
 """Arguments of the model that are checked here or do not change tokens."""
 _RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -204,15 +205,14 @@ def _refuse_unsupported(
 ) -> None:
     """Refuse arguments that a head cannot follow."""
     mode = config.get_generation_mode(arguments.get("assistant_model"))
-    cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
-    has_cache = getattr(cache, "_is_user_defined", False) or (cache and cache.get_seq_length())
+    caches = ("cache", "cache_params", "past_key_values")
     model_inputs = {name for name, value in model_kwargs.items() if value is not None}
     refused = {
         mode.value: mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
         **{name: getattr(config, name) for name in _RECORDS},
         "cache_implementation": config.cache_implementation == "quantized",
         "synced_gpus": arguments.get("synced_gpus"),
-        "past_key_values": has_cache,
+        "past_key_values": any(_has_read(model_kwargs.get(name)) for name in caches),
         **dict.fromkeys(sorted(model_inputs - _HARMLESS), True),
     }
     if names := [name for name, is_set in refused.items() if is_set]:
@@ -220,6 +220,16 @@ def _refuse_unsupported(
             "a head decodes from tokens alone, greedily or by sampling, in one process, with "
             f"caches of its own, and {names[0]} was given; leave out that or custom_generate"
         )
+
+
+def _has_read(cache: Any) -> bool:
+    """Return whether a cache is the user's, or has read tokens."""
+    if getattr(cache, "_is_user_defined", False):
+        return True
+    with suppress(ValueError):
+        return bool(cache and cache.get_seq_length())
+    # one of states only has no length
+    return cache.has_previous_state()
 
 
 def _count_padding(

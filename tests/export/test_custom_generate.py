@@ -28,12 +28,13 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import specheads
+from specheads.decoding.draft_model import DraftModel
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.export import custom_generate as plugin
 from specheads.export.custom_generate import hub_files
 from specheads.heads.load import build_head
-from tests import tiny
+from tests import recurrent, tiny
 from tests.decoding.test_detokenize import tokenizer
 from tests.export.hub_server import TOKEN, HubServer
 from tests.heads.test_heads import KINDS, make
@@ -120,6 +121,19 @@ def test_greedy_output_equals_generate_on_every_architecture(architecture: str):
     texts = [row[-NEW - length :] for row, length in rows]
     custom = specheads.custom_generate(Oracle(texts, 4, tiny.VOCAB, rate=0.8))
     assert torch.equal(base.generate(**BATCH, **settings(), custom_generate=custom), expected)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "falcon_h1"])
+def test_greedy_output_equals_generate_on_a_base_with_states(kind: str):
+    base, ids = recurrent.base(kind, torch.float32), torch.tensor(recurrent.prompts(9))
+    expected = base.model.generate(ids, **settings())
+    custom = specheads.custom_generate(DraftModel(base, 3, base), tree=policies.chain(3))
+    assert torch.equal(base.model.generate(ids, **settings(), custom_generate=custom), expected)
+    # Mamba's name of a cache, which has no length
+    name = "cache_params" if kind == "mamba" else "past_key_values"
+    cache = {name: DynamicCache(config=base.model.config)}
+    with pytest.raises(ValueError, match="past_key_values was given"):
+        base.model.generate(ids, **settings(), **cache, custom_generate=custom)
 
 
 def test_correct_drafts_save_forwards():
