@@ -20,8 +20,9 @@ from specheads.training.distill.engines import (
     GeneratedAnswer,
     GenerationRequest,
     TextEngine,
+    vllm_engine,
 )
-from specheads.training.distill.run import build_engine
+from specheads.training.distill.openai import CompletionsEngine
 from tests.servers import VLLM, free_port, served
 
 pytestmark = pytest.mark.vllm
@@ -85,9 +86,8 @@ def main() -> None:
     # compiling takes longer than everything else for this small base
     compiled_llm = vllm.LLM  # pyright: ignore[reportAttributeAccessIssue]
     vllm.LLM = lambda **settings: compiled_llm(enforce_eager=True, **settings)  # pyright: ignore
-    engine = build_engine(
-        DistillSettings(num_samples=8, batch_size=3, engine="vllm"), base(), max_length=256
-    )
+    settings = DistillSettings(num_samples=8, batch_size=3, engine="vllm")
+    engine = vllm_engine(settings, base(), max_length=256)
     out: dict[str, Any] = {"greedy": write(engine, make_requests(Sampling()))}
     sampled = make_requests(Sampling(temperature=1.0, top_p=0.9, seed=4))
     out["sampled"] = write(engine, sampled)
@@ -122,7 +122,7 @@ def url(tmp_path_factory):
     """Return the URL of a real server of the tiny base that requires a key."""
     url = f"http://127.0.0.1:{free_port()}"
     log = tmp_path_factory.mktemp("serve") / "log"
-    # not `vllm serve`, which looks for a package that the CPU build_engine does not have
+    # not `vllm serve`, which looks for a package that the CPU build does not have
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(BASE)]
     command += ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "256"]
     command += ["--enforce-eager", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]]
@@ -138,11 +138,15 @@ def settings(url, monkeypatch):
 
 
 def test_real_server_returns_the_bases_token_ids(settings):
-    assert write(build_engine(settings, base()), make_requests(Sampling())) == expected()
+    assert (
+        write(CompletionsEngine(settings, base()).answers, make_requests(Sampling())) == expected()
+    )
 
 
 def test_real_server_samples_by_seed(settings):
     sampled = make_requests(Sampling(temperature=1.0, top_k=50, min_p=0.02, seed=4))
-    first = write(build_engine(settings, base()), sampled)
-    assert write(build_engine(replace(settings, batch_size=2), base()), sampled) == first
+    first = write(CompletionsEngine(settings, base()).answers, sampled)
+    assert (
+        write(CompletionsEngine(replace(settings, batch_size=2), base()).answers, sampled) == first
+    )
     assert first != expected()
