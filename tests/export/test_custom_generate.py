@@ -125,7 +125,8 @@ def test_greedy_output_equals_generate_on_every_architecture(architecture: str):
 
 @pytest.mark.parametrize("kind", ["mamba", "falcon_h1"])
 def test_greedy_output_equals_generate_on_a_base_with_states(kind: str):
-    base, ids = recurrent.base(kind, torch.float32), torch.tensor(recurrent.prompts(9))
+    base: Any = recurrent.base(kind, torch.float32)
+    ids = torch.tensor(recurrent.prompts(9))
     expected = base.model.generate(ids, **settings())
     custom = specheads.custom_generate(DraftModel(base, 3, base), tree=policies.chain(3))
     assert torch.equal(base.model.generate(ids, **settings(), custom_generate=custom), expected)
