@@ -8,8 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from specheads.base.loading import device_of, load_tokenizer
-from specheads.base.sharding import Sharding
+from specheads.base.loading import load_tokenizer
 from specheads.config.commands import Train
 from specheads.config.validation import read_settings
 from specheads.core import machine
@@ -90,16 +89,13 @@ def largest_batch_sizes(
 
     `num_rows` are the rows of the text of each phase, which limit a batch.
     """
-    device = device_of(str(planned_device(settings, accelerator)))
-    sharding = sharding_of(accelerator, settings.base.device)
+    device = planned_device(settings, accelerator)
     if not device_exists(device):
         raise InputError(
             f"batch_size=auto needs the memory of the device, and this machine has no {device}; "
             "give a number to plan for another machine"
         )
-    training = MetaTraining(settings, device)
-    num_shares = row_share(sharding, accelerator).world_size
-    room_bytes = _room_bytes(training, device, sharding)
+    training, room_bytes, num_shares = _plan_step(settings, accelerator, device)
     batch_sizes = {}
     for phase in schedule_phases(settings.schedule):
         if phase.name in num_rows:
@@ -123,10 +119,7 @@ def fewest_accumulation_steps(settings: Train, accelerator: Accelerator, name: s
     device = planned_device(settings, accelerator)
     if not device_exists(device):
         return 1
-    sharding = sharding_of(accelerator, settings.base.device)
-    training = MetaTraining(settings, device)
-    room_bytes = _room_bytes(training, device, sharding)
-    num_shares = row_share(sharding, accelerator).world_size
+    training, room_bytes, num_shares = _plan_step(settings, accelerator, device)
     rows = -(-phase.settings.batch_size // num_shares)
     while (
         training.measure_step(phase, rows).memory.total_bytes > room_bytes
@@ -136,8 +129,12 @@ def fewest_accumulation_steps(settings: Train, accelerator: Accelerator, name: s
     return phase.settings.accumulation_steps
 
 
-def _room_bytes(training: MetaTraining, device: torch.device, sharding: Sharding | None) -> float:
-    """Return the bytes of a device that `auto` may fill."""
+def _plan_step(
+    settings: Train, accelerator: Accelerator, device: torch.device
+) -> tuple[MetaTraining, float, int]:
+    """Return a training by its shapes, the bytes that `auto` may fill, and the shares of a step."""
+    sharding = sharding_of(accelerator, settings.base.device)
+    training = MetaTraining(settings, device)
     room_bytes = (1 - FREE_SHARE) * usable_bytes(device)
     if device.type == "cpu":
         # equal on all processes: each would choose another number
@@ -146,7 +143,7 @@ def _room_bytes(training: MetaTraining, device: torch.device, sharding: Sharding
         # shapes are those of a base that is not sharded
         elsewhere = 1 - 1 / sharding.mesh.size()
         room_bytes += elsewhere * training.weights_memory().base_weights_bytes
-    return room_bytes
+    return training, room_bytes, row_share(sharding, accelerator).world_size
 
 
 def planned_device(settings: Train, accelerator: Accelerator) -> torch.device:

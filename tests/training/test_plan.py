@@ -14,6 +14,7 @@ from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.model import FrozenBase
 from specheads.config import compose
 from specheads.config.commands import Train
+from specheads.core.errors import InputError
 from specheads.core.machine import process_bytes
 from specheads.heads.load import build_for_base, kinds
 from specheads.runs.directory import RunDirectory
@@ -220,6 +221,12 @@ def test_automatic_batch_fits_memory_and_tokens(gib, tokens, rows, folder, monke
     monkeypatch.setattr(batch_sizes, "usable_bytes", lambda _: room_bytes)
     settings = settings_of(folder, CORPUS_ONLY, "head=medusa", AUTO)
     assert largest_batch_sizes(settings, ACCELERATOR, {"corpus": 100}) == {"corpus": rows}
+
+
+def test_automatic_batch_names_a_device_that_is_not_here(folder: Path):
+    settings = settings_of(folder, CORPUS_ONLY, AUTO, "base.device=cuda:7")
+    with pytest.raises(InputError, match=r"this machine has no cuda:7; give a number to plan"):
+        largest_batch_sizes(settings, ACCELERATOR, {"corpus": 100})
 
 
 def parts_of(folder: Path, *words: str) -> int:
