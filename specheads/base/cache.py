@@ -3,9 +3,10 @@
 See docs/tree_verification.md.
 """
 
+import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,9 +50,9 @@ class RowCache(Cache, ABC):
         self._set_lengths([0] * batch)
         self.end = 0
         """Number of slots that the reserved forward reads."""
-        layers: Any = [RowLayer(number, self) for number in range(num_layers)]
-        if kinds:
-            layers = [_layer(kinds, number, self) for number in range(len(kinds))]
+        numbers = itertools.count()
+        kinds = kinds or [LayerKind(has_keys=True, num_states=0)] * num_layers
+        layers: Any = [_layer(kind, numbers, self) for kind in kinds]
         self.recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
         """Layers with states, which `commit` puts back."""
         super().__init__(layers=layers)
@@ -198,14 +199,14 @@ class HybridLayer(RecurrentLayer, RowLayer):  # pyright: ignore[reportIncompatib
         LinearAttentionLayer.__init__(self, num_states)
 
 
-def _layer(kinds: Sequence[LayerKind], index: int, cache: RowCache) -> Any:
-    """Return a layer; one with keys is numbered among its like."""
-    has_keys, num_states = kinds[index]
-    number = sum(kind.has_keys for kind in kinds[:index])
-    if has_keys:
-        return HybridLayer(number, cache, num_states) if num_states else RowLayer(number, cache)
-    # a layer that keeps nothing has no states; its own class came with transformers 5.20
-    return RecurrentLayer(num_states)
+def _layer(kind: LayerKind, numbers: Iterator[int], cache: RowCache) -> Any:
+    """Return a layer; `numbers` count those with keys."""
+    if not kind.has_keys:
+        # a layer that keeps nothing has no states; transformers 5.19 has no class for it
+        return RecurrentLayer(kind.num_states)
+    if not kind.num_states:
+        return RowLayer(next(numbers), cache)
+    return HybridLayer(next(numbers), cache, kind.num_states)
 
 
 class StateLocation(NamedTuple):

@@ -71,9 +71,9 @@ class SuffixAutomaton:
         return state
 
     def predict(self, state: int, num_tokens: int) -> list[int]:
-        """Return the tokens that followed most often, after a match, as far as they are likely."""
+        """Return the tokens that followed most often, after a match, while they are likely."""
         tokens, probability = [], 1.0
-        # behind the end of a text a shorter suffix continues
+        # where a text ends, a shorter suffix continues
         while len(tokens) < num_tokens and (state := self.find_match(state)) > 0:
             children, counts, ends = self.children[state], self.counts, self.ends
             token = max(children, key=lambda key: (counts[children[key]], ends[children[key]]))

@@ -253,9 +253,6 @@ def _count_padding(
     return padding
 
 
-GREEDY: dict[str, Any] = {"temperature": 0.0}
-
-
 def _read_sampling(
     logits_processors: LogitsProcessorList,
     do_sample: bool,
@@ -297,10 +294,12 @@ def _read_sampling(
             return function(index, torch.cat([row_padding, tokens.to(input_ids.device)]))
 
         settings["prefix_allowed_tokens_fn"] = allowed_tokens
-    if not do_sample:
-        return Sampling(**settings | GREEDY)
-    # so that torch.manual_seed determines the tokens, as in transformers
-    return Sampling(**settings, seed=int(torch.randint(2**63 - 1, ())))
+    if do_sample:
+        # so that torch.manual_seed determines the tokens, as in transformers
+        settings["seed"] = int(torch.randint(2**63 - 1, ()))
+    else:
+        settings["temperature"] = 0.0
+    return Sampling(**settings)
 
 
 # --- a head's repository on the Hub ------------------------------------------------------------

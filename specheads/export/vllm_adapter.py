@@ -51,7 +51,7 @@ def load_served_head(target_model: Any, model_config: Any, depth: int) -> Head:
     """Load the head of `SPECHEADS_HEAD` and bind it to the tensors of a model of vLLM.
 
     Args:
-        target_model: The model that vLLM serves. It is told which layers the head reads.
+        target_model: The model that vLLM serves; it gets the layers that the head reads.
         model_config: vLLM's `ModelConfig`.
         depth: Levels that vLLM wants to draft.
 

@@ -58,12 +58,12 @@ def _layout_objection(head: Head, base: BaseEnds, layout: Layout) -> str:
         return "it applies the base's lm_head to such heads without its bias"
     if head.adds_to_base_logits and base.projection.scale != 1.0 and head.draft_ids is None:
         return "its Markov head adds to logits that the engine does not scale as the base does"
-    defaults = asdict(type(head.config)())
-    settings = layout.settings
-    for name, value in asdict(head.config).items() if settings is not None else ():
-        allowed = (settings or {}).get(name, (defaults[name],))
-        if allowed is not None and value not in allowed:
-            return f"it cannot hold {name}={value!r}"
+    if layout.settings is not None:
+        defaults = asdict(type(head.config)())
+        for name, value in asdict(head.config).items():
+            allowed = layout.settings.get(name, (defaults[name],))
+            if allowed is not None and value not in allowed:
+                return f"it cannot hold {name}={value!r}"
     if layers := list(head.aux_layers):
         if layout.num_aux not in (0, len(layers)):
             return f"the engine reads {layout.num_aux} layers, head.aux_layers are {layers}"
