@@ -14,13 +14,14 @@ from specheads.decoding.calibration import Curve
 from specheads.decoding.cost import FollowedCost, StepCost
 from specheads.decoding.suffix_decoding import common_prefix_length
 
-RETRY = 32
-"""Steps without a draft after which the first level is drafted again."""
-WEIGHT, RATE_WEIGHT = 0.05, 0.02
-"""Weights of a new observation in moving averages of a request, and of all requests' rates."""
+FIRST_TRIAL, LAST_TRIAL = 4, 128
+"""Steps between trials of the other choice, to draft or not: they double from the first number."""
+WEIGHT, RATE_WEIGHT, GAIN_WEIGHT = 0.05, 0.02, 0.1
+"""Weights of a new observation in moving averages of a request, of all requests' rates, and of
+gains."""
 PRIOR = 4.0
 """Accepted drafts that the start of a request's correction counts as."""
-MARGIN = 1.05
+MARGIN = 1.02
 """Least gain in expected tokens per second for which a step begins to draft."""
 MAX_CHANCE = 0.999
 """Largest probability of acceptance."""
@@ -73,6 +74,43 @@ class RequestDrafts:
         self.expected += expected - WEIGHT * self.expected
 
 
+@dataclass(slots=True)
+class BatchCost:
+    """What steps of about as many rows took, and whether drafts paid in them."""
+
+    verify: FollowedCost
+    """By the tokens of a step."""
+    draft: FollowedCost
+    """By the levels of a draft."""
+    gain: float = MARGIN
+    """Moving average of the tokens per second with drafts over those without."""
+    num_gains: int = 0
+    pays: bool = True
+    """Whether the last steps drafted, but for trials."""
+    num_steps: int = 0
+    """Steps since the last trial of the other choice."""
+    interval: int = FIRST_TRIAL
+    """Steps until the next one."""
+
+    def next_step(self) -> tuple[bool, bool]:
+        """Return whether to draft in the next step, and whether that is a trial."""
+        pays = self.gain >= MARGIN
+        if pays != self.pays:
+            self.pays, self.num_steps, self.interval = pays, 0, FIRST_TRIAL
+        self.num_steps += 1
+        is_trial = self.num_steps > self.interval
+        if is_trial:
+            self.num_steps, self.interval = 0, min(2 * self.interval, LAST_TRIAL)
+        return pays != is_trial, is_trial
+
+    def add_gain(self, gain: float) -> None:
+        """Add the gain of a step that drafted."""
+        self.num_gains += 1
+        self.gain += max(GAIN_WEIGHT, 1 / self.num_gains) * (gain - self.gain)
+        if not self.pays and gain >= MARGIN:
+            self.interval = FIRST_TRIAL
+
+
 class ChainBudget:
     """Chooses how many levels to draft, and how many tokens of each chain to verify.
 
@@ -82,6 +120,10 @@ class ChainBudget:
     further seconds per row, equal ones are an alternative. A step drafts at all if drafts paid
     lately in batches of this size. Rows are those of the engine's batch, and `positions` counts the
     committed tokens of all rows that draft.
+
+    The measured cost is only a start. It is corrected by the seconds that drafts and forwards take,
+    for each number of binary digits of the batch size. Now and then a step without a draft, or one
+    with a draft where none pay, is run to know its seconds.
 
     Source: Liu et al. 2024, arXiv:2406.14066 (SmartSpec), token by token.
     """
@@ -93,14 +135,12 @@ class ChainBudget:
         curves: Sequence[Curve],
         ragged: float = 0.0,
     ) -> None:
-        self.rates, self.curves, self.ragged = [*rates], curves, ragged
-        self.verify, self.draft = FollowedCost(cost.verify), FollowedCost(cost.draft)
+        self.cost, self.rates, self.curves, self.ragged = cost, [*rates], curves, ragged
         self._requests: dict[str, RequestDrafts] = {}
         self._all = RequestDrafts()
-        self._gains: dict[int, float] = {}
-        """Moving average of the tokens per second with drafts over those without, by the number of
-        binary digits of the batch size."""
-        self._idle = 0
+        self._batches: dict[int, BatchCost] = {}
+        """By the number of binary digits of the batch size."""
+        self._is_trial = False
         self._chances: list[list[float]]
         """Conditional probabilities of each row by level. A level that is not drafted has a usual
         rate. Lists, because arrays are slower for so few numbers."""
@@ -127,11 +167,21 @@ class ChainBudget:
             for factor in self._factors
         ]
 
+    def follow_verify(self, num_drafts: Sequence[int], positions: int, seconds: float) -> None:
+        """Follow a forward that verified so many drafts of each row, and read no prompt."""
+        rows, drafts = len(num_drafts), sum(num_drafts)
+        is_ragged = len({*num_drafts}) > 1
+        self._batch(rows).verify.follow(*self._forward(rows, drafts, positions, is_ragged), seconds)
+
+    def follow_draft(self, rows: int, levels: int, positions: int, seconds: float) -> None:
+        """Follow a draft of so many levels of rows whose earlier positions were read."""
+        expected = levels * self.cost.draft.seconds(rows, positions)
+        self._batch(rows).draft.follow(levels, levels, expected, seconds)
+
     def should_draft(self, num_rows: int) -> bool:
-        """Return whether to draft in this step; every `RETRY` steps the first level is drafted."""
-        pays = self._gains.get(num_rows.bit_length(), MARGIN) >= MARGIN
-        self._idle = 0 if pays or self._idle == RETRY else self._idle + 1
-        return not self._idle
+        """Return whether to draft in this step."""
+        drafts, self._is_trial = self._batch(num_rows).next_step()
+        return drafts
 
     def update_level(
         self, rows: list[int], level: int, logits: Float[Tensor, "row 1 vocab"]
@@ -162,9 +212,12 @@ class ChainBudget:
             chances[len(chain) :] = [0.0] * (len(chances) - len(chain))
         survivals = self._survivals(rows, levels, levels)
         lengths, goodput = self._best_cut(survivals, positions)
-        gain = goodput * self.verify.current.seconds(len(rows), positions) / len(rows)
-        size = len(rows).bit_length()
-        self._gains[size] = gain + (1 - WEIGHT) * (self._gains.get(size, gain) - gain)
+        batch = self._batch(len(rows))
+        alone = batch.verify.seconds(*self._forward(len(rows), 0, positions, is_ragged=False))
+        batch.add_gain(goodput * alone / len(rows))
+        if self._is_trial and not any(lengths):
+            # otherwise the seconds of a verified token stay unknown
+            lengths = [1] * len(rows)
         length_of = dict(zip(rows, lengths, strict=True))
         return [chain[: length_of.get(row, 0)] for row, chain in enumerate(drafts)]
 
@@ -183,24 +236,48 @@ class ChainBudget:
     def _best_cut(self, survivals: list[list[float]], positions: int) -> tuple[list[int], float]:
         """Return how many tokens of each chain to verify, and the goodput in tokens per second."""
         rows, levels = len(survivals), len(survivals[0])
-        drafting = levels * self.draft.current.seconds(rows, positions)
+        batch = self._batch(rows)
+        drafting = levels * self.cost.draft.seconds(rows, positions)
+        drafting = batch.draft.seconds(levels, levels, drafting)
 
-        def seconds(drafts: float) -> float:
-            return self.verify.current.seconds(rows + drafts, positions) + drafting
+        def seconds(drafts: float, *, is_ragged: bool) -> float:
+            forward = self._forward(rows, drafts, positions, is_ragged)
+            return drafting + batch.verify.seconds(*forward)
 
         # whole levels of all rows
         totals = [sum(level) for level in zip(*survivals, strict=True)]
-        level, best = num_verified(totals, rows, lambda tokens: seconds(rows * (tokens - rows)))
+        level, best = num_verified(
+            totals, rows, lambda tokens: seconds(rows * (tokens - rows), is_ragged=False)
+        )
         nodes = [(survival, row) for row, path in enumerate(survivals) for survival in path]
         nodes.sort(reverse=True)
-        extra_seconds = self.ragged * rows
         count, goodput = num_verified(
             [survival for survival, _ in nodes],
             rows,
-            lambda tokens: seconds(tokens - rows) + extra_seconds,
+            lambda tokens: seconds(tokens - rows, is_ragged=True),
         )
         # values that differ by rounding only are equal
         if goodput <= best * (1 + 1e-9):
             return [level] * rows, best
         lengths = Counter(row for _, row in nodes[:count])
         return [lengths[row] for row in range(rows)], goodput
+
+    def _forward(
+        self, rows: int, drafts: float, positions: int, is_ragged: bool
+    ) -> tuple[float, int, float]:
+        """Return tokens, shape and measured seconds of a forward that verifies so many drafts."""
+        seconds = self.cost.verify.seconds(rows + drafts, positions)
+        if is_ragged:
+            seconds += self.ragged * rows
+        return rows + drafts, 2 * round(drafts / rows) + is_ragged, seconds
+
+    def _batch(self, rows: int) -> BatchCost:
+        """Return the cost of batches of about so many rows."""
+        size = rows.bit_length()
+        if size not in self._batches:
+            verify, level = self.cost.verify, self.cost.draft.seconds(rows, 0)
+            usual = verify.seconds(2 * rows, 0)
+            self._batches[size] = BatchCost(
+                FollowedCost(usual, verify.fixed, verify.token), FollowedCost(level, level, level)
+            )
+        return self._batches[size]

@@ -15,10 +15,9 @@ from operator import mul
 from specheads.core.ranges import NonNegativeFloat, PositiveInt
 from specheads.decoding.suffix_decoding import LookupText, common_prefix_length
 
-RECENT, PRIOR = 0.03, 0.001
-"""Weights of the last step and of the measured cost in `FollowedCost`."""
-PRIOR_TOKENS = 8
-"""Tokens of the step by whose seconds changes of the measured cost are judged."""
+MEMORY, PRIOR, SHRINK = 24, 0.03, 4
+"""Steps of one shape that `FollowedCost` averages at most, and the weights, in steps, of no
+correction and of a shape's own one being zero."""
 STALL = 2.0
 """Most times the expected seconds that a step counts as."""
 WEIGHT, RETURN = 0.05, 0.01
@@ -43,38 +42,53 @@ class ForwardCost:
 
 
 class FollowedCost:
-    """A `ForwardCost` whose times per step and per token follow the steps that a server runs.
+    """Corrects expected seconds by those that a server's steps take.
 
-    They are a least-squares fit to the recent steps that deviates as little as possible from the
-    cost that was measured before. In a server, steps also wait for its other processes.
+    The correction is a line in the work of a step, such as its tokens. It is fitted to the mean
+    errors of each shape of steps and deviates from zero as little as possible. What it leaves of a
+    shape's own error is added. Each shape has its own average, so that one that is seldom run is
+    not forgotten: steps without a draft, for example.
+
+    Args:
+        usual: Seconds of a usual step.
+        fixed: Seconds per step, of which an error of the same size is likely.
+        slope: Seconds per unit of work, likewise.
     """
 
-    def __init__(self, measured: ForwardCost) -> None:
-        self.measured = self.current = measured
-        usual = max(measured.fixed + PRIOR_TOKENS * measured.token, 1e-6)
-        # both may change by the same share; a measured zero may grow too
-        shares = 0.1 * usual, 0.001 * usual
-        times = measured.fixed, measured.token
-        self._prior = [PRIOR * (usual / max(pair)) ** 2 for pair in zip(times, shares, strict=True)]
-        # moving averages of 1, tokens, tokens squared, and of the error times 1 and tokens
-        self._moments, self._errors = [0.0, 0.0, 0.0], [0.0, 0.0]
+    def __init__(self, usual: float, fixed: float, slope: float) -> None:
+        # a measured zero may grow too
+        self._usual = usual = max(usual, 1e-6)
+        scales = max(fixed, 0.1 * usual), max(slope, 0.001 * usual)
+        self._prior = [PRIOR * (usual / scale) ** 2 for scale in scales]
+        self._means: dict[int, list[float]] = {}
+        """Number of steps, mean work and mean error, by shape."""
+        self.fixed, self.slope = 0.0, 0.0
+        self._rest: dict[int, float] = {}
 
-    def follow(self, tokens: int, positions: int, seconds: float) -> None:
-        """Follow a step that verified so many tokens; one that stalled counts as `STALL` times."""
-        seconds = min(seconds, STALL * self.current.seconds(tokens, positions))
-        error = seconds - self.measured.seconds(tokens, positions)
-        for power in range(3):
-            self._moments[power] += RECENT * (tokens**power - self._moments[power])
-        for power in range(2):
-            self._errors[power] += RECENT * (error * tokens**power - self._errors[power])
+    def seconds(self, work: float, shape: int, expected: float) -> float:
+        """Return the corrected seconds of a step."""
+        corrected = expected + self.fixed + self.slope * work + self._rest.get(shape, 0.0)
+        # a line may leave the range of its points
+        return max(corrected, 0.1 * expected)
+
+    def follow(self, work: float, shape: int, expected: float, seconds: float) -> None:
+        """Follow a step; one that stalled counts as `STALL` times."""
+        longest = STALL * max(self.seconds(work, shape, expected), self._usual)
+        seconds = min(seconds, longest)
+        means = self._means.setdefault(shape, [0.0, 0.0, 0.0])
+        means[0] = min(means[0] + 1, MEMORY)
+        for index, value in enumerate((work, seconds - expected), 1):
+            means[index] += (value - means[index]) / means[0]
         # two equations in plain numbers: an array library costs more than a level of drafting
-        a, b, c = self._prior[0] + self._moments[0], self._moments[1], self._moments[2]
-        c += self._prior[1]
-        x, y = self._errors
+        (a, c), b, x, y = self._prior, 0.0, 0.0, 0.0
+        for count, mean_work, error in self._means.values():
+            a, b, c = a + count, b + count * mean_work, c + count * mean_work**2
+            x, y = x + count * error, y + count * error * mean_work
         determinant = a * c - b * b
-        fixed = max(self.measured.fixed + (c * x - b * y) / determinant, 0.0)
-        token = max(self.measured.token + (a * y - b * x) / determinant, 0.0)
-        self.current = ForwardCost(fixed=fixed, token=token, context=self.measured.context)
+        self.fixed, self.slope = (c * x - b * y) / determinant, (a * y - b * x) / determinant
+        for key, (count, mean_work, error) in self._means.items():
+            rest = error - self.fixed - self.slope * mean_work
+            self._rest[key] = rest * count / (count + SHRINK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,6 @@ import importlib
 import inspect
 import os
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from jaxtyping import Int
 from numpy import ndarray
 from torch import Tensor
 
-from specheads.core.drafter import Head
+from specheads.core.drafter import Head, Memory
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.decoding.chain_budget import ChainBudget
@@ -156,10 +155,8 @@ class Proposer:
             self._is_decoding = bool(all(sampled) and num_tokens == sum(num_drafted) + len(sampled))
             if self._end_time and self._is_decoding:
                 seconds = time.perf_counter() - self._end_time
-                if len(set(num_drafted)) > 1:
-                    seconds = max(seconds - self.budget.ragged * len(num_drafted), 0.0)
                 num_positions = sum(span.end for span in self._spans)
-                self.budget.verify.follow(num_tokens, num_positions, seconds)
+                self.budget.follow_verify(num_drafted, num_positions, seconds)
 
     @torch.inference_mode()
     def propose(
@@ -182,48 +179,59 @@ class Proposer:
         starts = bool(drafting and self.depth)
         if self.budget and starts:
             starts = self.budget.should_draft(len(drafting))
+        unread, drafting = self._batches(starts)
+        for spans in unread:
+            self.head.store_committed(*self._committed(spans, texts))
         start_time = time.perf_counter()
-        batches = self._batches(starts)
-        for spans in batches:
-            chains = self._draft(spans, texts, starts and spans[0].is_drafting)
-            for span, chain in zip(spans, chains, strict=True):
+        if drafting:
+            for span, chain in zip(drafting, self._draft(drafting, texts), strict=True):
                 drafts[span.row] = chain
-        # a head without a memory reads only the last position, so nothing waits to be read
-        requests_read = {span.request for spans in batches for span in spans}
-        self.unread.retain(self._spans if self.cache else [], requests_read)
-        if self.budget and starts:
-            if self._is_decoding:
-                seconds = (time.perf_counter() - start_time) / max(map(len, drafts))
-                self.budget.draft.follow(len(drafting), num_positions, seconds)
+        if self.budget and drafting:
+            levels = max(map(len, drafts))
             drafts = self.budget.cut_chains(drafts, num_positions)
+            if self._is_decoding:
+                seconds = time.perf_counter() - start_time
+                self.budget.follow_draft(len(drafting), levels, num_positions, seconds)
+        # a head without a memory reads only the last position, so nothing waits to be read
+        requests_read = {span.request for spans in [*unread, drafting] for span in spans}
+        self.unread.retain(self._spans if self.cache else [], requests_read)
         self._end_time = time.perf_counter()
         return drafts
 
-    def _batches(self, starts: bool) -> list[list[RequestSpan]]:
-        """Return groups of spans of similar length; each group is one batch of the head."""
-        drafting = [span for span in self._spans if span.is_drafting]
-        if self.cache is None:
-            last_positions = [
-                replace(span, start=span.end - 1, state_rows=span.state_rows[-1:])
-                for span in drafting
-            ]
-            return [last_positions] if last_positions and starts else []
-        # each prompt is a batch of its own: shorter rows would be mostly padding
-        max_count = self.depth + 1
-        short = [span for span in drafting if span.count <= max_count]
-        long = [[s] for s in self._spans if s.count > max_count or not s.is_drafting]
-        if self.budget and not starts:
-            # many positions at once take little longer; other requests may share a full block
-            size = self.cache.block_size
-            short = [span for span in short if span.end // size > span.start // size]
-        return [
-            [self.unread.with_unread(span) for span in spans] for spans in [*long, short] if spans
-        ]
+    def _batches(self, starts: bool) -> tuple[list[list[RequestSpan]], list[RequestSpan]]:
+        """Return batches of positions that are only stored, and the batch that drafts.
 
-    def _draft(
-        self, spans: list[RequestSpan], texts: Int[Tensor, "row slot"], starts: bool
-    ) -> list[list[int]]:
-        """Update the head's KV cache with these positions, and draft if `starts`."""
+        All requests draft in one batch. Of many positions it has the last one.
+        """
+        max_count, together, drafting = self.depth + 1, list[RequestSpan](), list[RequestSpan]()
+        # each prompt is a batch of its own: shorter rows would be mostly padding
+        prompts = list[list[RequestSpan]]()
+        for span in self._spans:
+            drafts = starts and span.is_drafting
+            if self.cache is None:
+                if drafts:
+                    drafting.append(span.split(span.count - 1)[1])
+                continue
+            is_short = span.is_drafting and span.count <= max_count
+            size = self.cache.block_size
+            if self.budget and is_short and not drafts and span.end // size == span.start // size:
+                # many positions at once take little longer; others may share a full block
+                continue
+            span = self.unread.with_unread(span)
+            num_before = span.count - drafts if span.count > max_count or not drafts else 0
+            before, last = span.split(num_before)
+            if drafts:
+                drafting.append(last)
+            if num_before and is_short:
+                together.append(before)
+            elif num_before:
+                prompts.append([before])
+        return [*prompts, together] if together else prompts, drafting
+
+    def _committed(
+        self, spans: list[RequestSpan], texts: Int[Tensor, "row slot"]
+    ) -> tuple[Committed, Memory | None]:
+        """Return these positions, and the memory of their rows."""
         sizes = torch.tensor([(span.row, span.start, span.count) for span in spans]).T
         row, start, count = sizes
         # padding repeats a row's last position
@@ -241,11 +249,11 @@ class Proposer:
         if self.cache is not None:
             slots = slots_of(self._table, len(self._spans), row, start + count, extent)
             memory = self.cache.memory.scatter(slots, start)
-        committed = Committed(features, tokens, count)
-        if not starts:
-            self.head.store_committed(committed, memory)
-            return [[] for _ in spans]
-        logits, state = self.head.begin(committed, memory)
+        return Committed(features, tokens, count), memory
+
+    def _draft(self, spans: list[RequestSpan], texts: Int[Tensor, "row slot"]) -> list[list[int]]:
+        """Store these positions, and return a chain after each of them."""
+        logits, state = self.head.begin(*self._committed(spans, texts))
         num_positions = sum(span.end for span in spans)
         rows, levels = [span.row for span in spans], list[Tensor]()
         while True:

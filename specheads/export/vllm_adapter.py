@@ -172,6 +172,13 @@ class RequestSpan:
         """Number of positions of its text up to the last of these."""
         return self.start + self.count
 
+    def split(self, count: int) -> tuple["RequestSpan", "RequestSpan"]:
+        """Return the first positions, and the others."""
+        return (
+            replace(self, state_rows=self.state_rows[:count]),
+            replace(self, start=self.start + count, state_rows=self.state_rows[count:]),
+        )
+
 
 class UnreadStates:
     """Hidden states of the last forward, and of earlier positions that the head has not read.

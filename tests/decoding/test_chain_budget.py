@@ -1,6 +1,10 @@
 """The budget of an engine that verifies chains."""
 
 import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import mul
 
 import numpy as np
 import pytest
@@ -9,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specheads.decoding.calibration import Curve
-from specheads.decoding.chain_budget import RETRY, ChainBudget, num_verified
+from specheads.decoding.chain_budget import LAST_TRIAL, ChainBudget, num_verified
 from specheads.decoding.cost import FollowedCost, ForwardCost, StepCost
 
 LINE = Curve(probs=[0.0, 1.0], accepted=[0.0, 1.0])
@@ -60,12 +64,10 @@ def test_the_chains_that_survive_best_are_verified(ragged, equal):
 
 def test_drafts_that_are_never_right_are_no_longer_verified_and_tried_again():
     chains = budget(token=0.1, draft=0.05)
-    drafts = [step(chains, [1], 0.8) for _ in range(300)]
+    drafts = [step(chains, [1], 0.8) for _ in range(600)]
     assert drafts[0] == [2]
-    later = drafts[100:]
-    assert [2] not in later
-    # some steps draft without a gain, to see whether drafts pay again
-    assert 0 < 200 - later.count(None) <= 200 // RETRY + 1
+    # trials show whether drafts pay again
+    assert 0 < 400 - drafts[200:].count(None) <= 400 // LAST_TRIAL + 1
 
 
 def test_drafts_pay_again_once_they_are_right():
@@ -74,7 +76,7 @@ def test_drafts_pay_again_once_they_are_right():
         step(chains, [1], 0.8)
     drafts = [step(chains, [2], 0.8) for _ in range(600)]
     assert drafts[0] is None
-    assert drafts[-50:] == [[2]] * 50
+    assert drafts[-50:].count([2]) >= 49
 
 
 @pytest.mark.parametrize(("token", "is_right"), [(2, True), (3, False)])
@@ -108,33 +110,52 @@ def test_another_level_is_drafted_if_it_pays(prob, pays):
     assert chains.should_draft_level([0], 1, 0) == pays
 
 
+def follow(followed: FollowedCost, measured: ForwardCost, tokens: int, seconds: float) -> None:
+    followed.follow(tokens, tokens, measured.seconds(tokens, 0), seconds)
+
+
+def corrected(followed: FollowedCost, measured: ForwardCost, tokens: int, shape: int = -1) -> float:
+    return followed.seconds(tokens, shape, measured.seconds(tokens, 0))
+
+
 def test_cost_follows_a_server_whose_tokens_take_longer():
-    followed = FollowedCost(ForwardCost(fixed=0.03, token=0.0005, context=1e-6))
-    real = ForwardCost(fixed=0.03, token=0.001, context=1e-6)
+    measured = ForwardCost(fixed=0.03, token=0.0005, context=0.0)
+    real = replace(measured, token=0.001)
+    followed = FollowedCost(0.034, 0.03, 0.0005)
     for turn in range(200):
-        tokens, positions = 8 + 5 * (turn % 7), 1000 + turn
-        followed.follow(tokens, positions, real.seconds(float(tokens), positions))
-    for tokens in 8.0, 16.0, 40.0:
-        assert followed.current.seconds(tokens, 500) == pytest.approx(
-            real.seconds(tokens, 500), rel=0.03
-        )
+        tokens = 8 + 5 * (turn % 7)
+        follow(followed, measured, tokens, real.seconds(tokens, 0))
+    # also of numbers of tokens that were not run
+    for tokens in 7, 16, 45:
+        expected = pytest.approx(real.seconds(tokens, 0), rel=0.03)
+        assert corrected(followed, measured, tokens) == expected
 
 
 def test_cost_of_a_batch_that_never_changes_keeps_the_measured_price_of_a_token():
-    followed = FollowedCost(ForwardCost(fixed=0.03, token=0.0005, context=0.0))
+    measured = ForwardCost(fixed=0.03, token=0.0005, context=0.0)
+    followed = FollowedCost(0.034, 0.03, 0.0005)
     for _ in range(500):
-        followed.follow(8, 0, 0.05)
-    assert followed.current.seconds(8.0, 0) == pytest.approx(0.05, rel=0.03)
-    assert followed.current.token == pytest.approx(0.0005, rel=0.2)
+        follow(followed, measured, 8, 0.05)
+    assert corrected(followed, measured, 8, shape=8) == pytest.approx(0.05, rel=0.03)
+    assert followed.slope == pytest.approx(0.0, abs=0.2 * 0.0005)
+
+
+def test_a_step_that_is_seldom_run_is_not_forgotten():
+    measured = ForwardCost(fixed=0.03, token=0.0005, context=0.0)
+    followed = FollowedCost(0.034, 0.03, 0.0005)
+    for turn in range(500):
+        tokens, seconds = (8, 0.06) if turn < 3 else (16, 0.07)
+        follow(followed, measured, tokens, seconds)
+    assert corrected(followed, measured, 8, shape=8) == pytest.approx(0.06, rel=0.02)
 
 
 def test_a_stalled_step_changes_the_cost_little():
     measured = ForwardCost(fixed=0.03, token=0.0005, context=0.0)
-    followed = FollowedCost(measured)
+    followed = FollowedCost(0.034, 0.03, 0.0005)
     for turn in range(100):
-        followed.follow(8 + turn % 8, 0, measured.seconds(8.0 + turn % 8, 0))
-    followed.follow(8, 0, 60.0)
-    assert followed.current.seconds(12.0, 0) == pytest.approx(measured.seconds(12.0, 0), rel=0.05)
+        follow(followed, measured, 8 + turn % 8, measured.seconds(8 + turn % 8, 0))
+    follow(followed, measured, 8, 60.0)
+    assert corrected(followed, measured, 12) == pytest.approx(measured.seconds(12, 0), rel=0.05)
 
 
 FORWARDS = st.builds(
@@ -183,3 +204,113 @@ def test_free_verification_takes_every_node_and_dear_verification_none():
     assert num_verified(survivals, 2, lambda _: 1.0)[0] == 3
     assert num_verified(survivals, 2, lambda tokens: tokens)[0] == 0
     assert num_verified([], 2, lambda tokens: tokens) == (0, 1.0)
+
+
+# --- a simulated server --------------------------------------------------------------------------
+
+SERVERS = {
+    # seconds of a forward, of a token, and of a drafted level, like those of SmolLM2 on two cores
+    "drafts pay": (10.8e-3, 0.46e-3, 1.5e-3),
+    "drafts pay for few": (10e-3, 3e-3, 1.5e-3),
+}
+SURE_DEPTH = 5
+Clock = Callable[[random.Random], float]
+
+
+def server_cost(fixed: float, token: float, level: float) -> StepCost:
+    verify = ForwardCost(fixed=fixed, token=token, context=0.0)
+    draft = ForwardCost(fixed=level, token=level / 30, context=0.0)
+    return StepCost(verify=verify, draft=draft)
+
+
+def draw_chances(generator: random.Random) -> list[float]:
+    """Return the probability that each token of a chain is accepted, which the head knows."""
+    return [min(generator.betavariate(2.0, 1.0), 0.99) for _ in range(SURE_DEPTH)]
+
+
+CHANCE = 0.665
+"""Mean of `draw_chances`."""
+
+
+def serve(
+    chains: ChainBudget, cost: StepCost, loads: Sequence[int], steps: int, clock: Clock
+) -> list[float]:
+    """Run steps, of 75 steps each load in turn; compare the second half with fixed lengths.
+
+    `clock` is the ratio of the seconds that the budget sees to the real ones.
+
+    Returns:
+        Tokens per second, without any drafts, and with the best length for each load.
+    """
+    generator = random.Random(0)
+    sampled: list[list[int]] = []
+    tokens, seconds = 0, [0.0, 0.0, 0.0]
+    for step in range(steps):
+        rows = loads[step // 75 % len(loads)]
+        requests = [*range(rows)]
+        if len(sampled) != rows:
+            sampled = [[0]] * rows
+        chains.observe([*map(str, requests)], sampled)
+        drafts, num_right, levels = [list[int]() for _ in requests], [0] * rows, 0
+        if chains.should_draft(rows):
+            chances = [draw_chances(generator) for _ in requests]
+            while levels < SURE_DEPTH:
+                for row in requests:
+                    chains._chances[row][levels] = chances[row][levels]
+                levels += 1
+                if levels == SURE_DEPTH or not chains.should_draft_level(requests, levels, 0):
+                    break
+            for row in requests:
+                wrong = (generator.random() >= chance for chance in chances[row])
+                num_right[row] = next((k for k, is_wrong in enumerate(wrong) if is_wrong), levels)
+            drafts = chains.cut_chains([[1] * levels] * rows, 0)
+        counts = [*map(len, drafts)]
+        draft_seconds = levels * cost.draft.seconds(rows, 0)
+        verify_seconds = cost.verify.seconds(rows + sum(counts), 0)
+        if levels:
+            chains.follow_draft(rows, levels, 0, draft_seconds * clock(generator))
+        chains.follow_verify(counts, 0, verify_seconds * clock(generator))
+        sampled = [
+            [1] * min(right, count) + [int(min(right, levels) > count)]
+            for right, count in zip(num_right, counts, strict=True)
+        ]
+        if step >= steps // 2:
+            num_new = sum(map(len, sampled))
+            speeds = [fixed_speed(cost, rows, level) for level in range(SURE_DEPTH + 1)]
+            tokens += num_new
+            taken = draft_seconds + verify_seconds, num_new / speeds[0], num_new / max(speeds)
+            seconds = [*map(sum, zip(seconds, taken, strict=True))]
+    return [tokens / total for total in seconds]
+
+
+def fixed_speed(cost: StepCost, rows: int, levels: int) -> float:
+    """Return the tokens per second of chains of a length."""
+    tokens = rows * sum(CHANCE**level for level in range(levels + 1))
+    return tokens / cost.seconds(rows, 0, 1 + levels, levels)
+
+
+def quiet(_: random.Random) -> float:
+    return 1.0
+
+
+def noisy(generator: random.Random) -> float:
+    """Vary by a fifth, and stall in one step of a hundred."""
+    return generator.lognormvariate(-0.02, 0.2) * (6 if generator.random() < 0.01 else 1)
+
+
+LOADS = {"8": (8,), "1, 8, 2, 12": (1, 8, 2, 12)}
+
+
+@pytest.mark.parametrize("rows", LOADS.values(), ids=LOADS)
+@pytest.mark.parametrize("clock", [quiet, noisy])
+@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize(
+    "errors", [(2.0, 2.0, 2.0), (2.0, 0.5, 0.5), (0.5, 2.0, 2.0), (1.0, 0.5, 2.0)]
+)
+def test_a_budget_with_wrong_costs_ends_as_fast_as_the_best_length(errors, name, clock, rows):
+    cost = server_cost(*SERVERS[name])
+    wrong = server_cost(*map(mul, SERVERS[name], errors))
+    chains = ChainBudget(wrong, [CHANCE] * SURE_DEPTH, [LINE] * SURE_DEPTH)
+    speed, alone, best = serve(chains, cost, rows, 1200, clock)
+    assert speed > 0.99 * alone
+    assert speed > 0.95 * best

@@ -240,12 +240,13 @@ def test_budget_cuts_drafts_and_keeps_the_text(kind, export, tmp_path):
     assert counters[accepted] / counters[offered] > full_counts[accepted] / full_counts[offered]
 
 
-def test_budget_drafts_nothing_if_each_verified_token_costs_a_step(export, tmp_path):
+def test_budget_only_tries_drafts_if_each_verified_token_costs_a_step(export, tmp_path):
     folder = budgeted(export("hydra_heads", "vllm"), tmp_path / "budget", 1e6)
     engine, environment = plugged(folder)
     answer = serve(engine, environment)
     assert answer["tokens"] == alone()
-    assert answer["counters"]["spec_decode_num_draft_tokens"] == 0
+    offered, full_counts = "spec_decode_num_draft_tokens", engine_counts("hydra_heads")
+    assert 0 < answer["counters"][offered] < 0.1 * full_counts[offered]
 
 
 def test_sampled_texts_have_the_distribution_of_the_base_with_ragged_drafts(export, tmp_path):

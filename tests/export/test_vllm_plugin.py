@@ -16,7 +16,7 @@ from specheads.core.drafter import Head
 from specheads.core.features import Committed
 from specheads.core.files import dumps
 from specheads.decoding.calibration import Curve
-from specheads.decoding.cost import FollowedCost, ForwardCost, StepCost
+from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import FILE, Machine
 from specheads.export import vllm, vllm_adapter
@@ -489,10 +489,8 @@ def test_drafting_stops_below_a_token_that_is_seldom_accepted(
 def make_faster(runner: Runner) -> None:
     """Let drafts pay from now on."""
     assert runner.drafter.budget is not None
-    faster = cost(1.0, 0.0)
-    runner.drafter.budget.verify = FollowedCost(faster.verify)
-    runner.drafter.budget.draft = FollowedCost(faster.draft)
-    runner.drafter.budget._gains.clear()
+    runner.drafter.budget.cost = cost(1.0, 0.0)
+    runner.drafter.budget._batches.clear()
 
 
 def with_unread(prepared: type[Runner], folder: Any, monkeypatch: Any) -> tuple[Runner, Head]:
@@ -567,8 +565,8 @@ def test_times_of_steps_without_prompts_are_followed(prepared, tmp_path, monkeyp
     assert budget is not None
     clock = iter(range(100))
     monkeypatch.setattr(vllm.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(budget.verify, "follow", lambda *inputs: noted.append(inputs))
-    monkeypatch.setattr(budget.draft, "follow", lambda *inputs: drafting.append(inputs))
+    monkeypatch.setattr(budget, "follow_verify", lambda *inputs: noted.append(inputs))
+    monkeypatch.setattr(budget, "follow_draft", lambda *inputs: drafting.append(inputs))
     decisions = set[tuple[int, int]]()
     monkeypatch.setattr(
         budget, "should_draft_level", lambda _, *inputs: decisions.add(inputs) is None
@@ -578,9 +576,8 @@ def test_times_of_steps_without_prompts_are_followed(prepared, tmp_path, monkeyp
     # one accepted draft of each request, and one new token
     forward(runner, TEXTS, [(6, 1 + DEPTH, DEPTH, 9), (6, 1 + DEPTH, DEPTH, 9)])
     assert len(drafts[0]) == DEPTH
-    assert noted == [(2 * (1 + DEPTH), 2 * 8, 1)]
-    # one level takes its share
-    assert drafting == [(2, 2 * 8, 1 / DEPTH)]
+    assert noted == [([DEPTH, DEPTH], 2 * 8, 1)]
+    assert drafting == [(2, DEPTH, 2 * 8, 1)]
     assert decisions == {(level, 2 * end) for level in range(1, DEPTH) for end in (6, 8)}
     # the second request reads a prompt
     forward(runner, TEXTS, [(8, 1, 0, 10), (0, 3, 0, 4)])

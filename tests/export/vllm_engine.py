@@ -26,8 +26,8 @@ class Recorder(Proposer):
     def load_model(self, target_model: Any) -> None:
         """Keep the cost that a test chose: steps of this machine take other times."""
         super().load_model(target_model)
-        for cost in (self.budget.verify, self.budget.draft) if self.budget else ():
-            vars(cost)["follow"] = lambda *_: None
+        if self.budget:
+            vars(self.budget)["follow_verify"] = vars(self.budget)["follow_draft"] = lambda *_: None
 
     def propose(
         self,

@@ -7,7 +7,7 @@ are the committed positions and a path is a branch of the tree. Both use the sam
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -369,6 +369,8 @@ class HeadCache:
     """Number of positions to store. None is all."""
     num_layers: int = 1
     """Number of layers, whose key heads are concatenated in `kv_cache`."""
+    gathered: dict[int, Tensor] = field(default_factory=dict)
+    """With `paged_slots`, the text of layers that were read: all levels of a draft read it."""
 
     @classmethod
     def empty(
@@ -418,6 +420,7 @@ class HeadCache:
             # padding of a row near its capacity may exceed it
             slots = (positions - self.dropped[:, None]).clamp(max=self.kv_cache.shape[3] - 1)
         heads = keys_values.shape[1]
+        self.gathered.clear() if heads == self.kv_cache.shape[1] else self.gathered.pop(layer, None)
         layer_cache = self.kv_cache[:, layer * heads : (layer + 1) * heads]
         layer_cache[rows, :, :, slots] = keys_values.permute(0, 3, 1, 2, 4)
 
@@ -425,7 +428,9 @@ class HeadCache:
         """Return the keys and values of a layer in the slots in use."""
         cache = self.kv_cache.chunk(self.num_layers, dim=1)[layer]
         if self.paged_slots is not None:
-            return cache[0][:, :, self.paged_slots].permute(2, 0, 1, 3, 4)
+            if layer not in self.gathered:
+                self.gathered[layer] = cache[0][:, :, self.paged_slots].permute(2, 0, 1, 3, 4)
+            return self.gathered[layer]
         return cache[:, :, :, : self.extent]
 
     def visible(
