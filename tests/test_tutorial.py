@@ -91,7 +91,7 @@ def test_every_command_runs_and_the_last_one_is_what_export_prints(
             call(words[1], [*words[2:], *TOY[words[1]]])
             printed = capsys.readouterr().out
             called.append(words[1])
-        elif words[0] == "vllm":
+        elif words[0] == "python":
             told = printed.strip().replace(f"{tmp_path}/served", "served")
             assert undrafted(shlex.join(words)) == undrafted(told)
         else:

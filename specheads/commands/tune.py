@@ -37,6 +37,7 @@ from specheads.measure.step_times import (
 )
 from specheads.measure.tune import CONTEXTS, tune_head, tuning_table
 from specheads.runs.directory import RunDirectory
+from specheads.runs.progress import progress_display
 from specheads.training.memory import server_dtype
 
 ROOM = 512
@@ -122,20 +123,25 @@ def time_vllm(python: str, folder: Path, job: dict[str, Any]) -> tuple[ServingCo
     """Time steps of vLLM in the environment of an interpreter; return the cost and its error."""
     num_loads = len(job["contexts"]) * len(job["batch_sizes"])
     sys.stderr.write(f"starting vLLM with {job['model']}, to time its steps at {num_loads} loads\n")
+    # without a size of its cache vLLM takes nearly all memory of a CPU, and fails if it is in use
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ
     # vLLM in this process: another one could not return the times
     changes = {HEAD_VARIABLE: str(folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    process = subprocess.run(
-        [python, "-m", "specheads.export.vllm_cost"],
-        input=json.dumps(job),
-        env={"VLLM_LOGGING_LEVEL": "ERROR"} | os.environ | changes,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    with progress_display(shown=True, transient=True) as display:
+        display.add_task("vLLM compiles its model, then runs", total=None, numbers="")
+        process = subprocess.run(
+            [python, "-m", "specheads.export.vllm_cost"],
+            input=json.dumps(job),
+            env=environment | changes,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
     if process.returncode:
         raise InputError(
-            f"engine=vllm needs vLLM and specheads in the environment of {python}, and failed as "
-            "above; name another interpreter as python=PATH"
+            f"vLLM must run the head, and failed as above; if {python} has no vLLM or no "
+            "specheads, name another interpreter as python=PATH; if memory is short, set "
+            f"VLLM_CPU_KVCACHE_SPACE (GiB of cache, {environment['VLLM_CPU_KVCACHE_SPACE']} here)"
         )
     answer = json.loads(process.stdout)
     cost, error = fit_server_cost(answer["steps"])

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import specheads
 from specheads.commands._call import call
+from specheads.export.layouts._shared import VLLM_SERVER
 from specheads.measure import step_times
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
@@ -191,7 +192,7 @@ def test_export_writes_a_folder_and_prints_the_serving_command(work: Path, here:
     cwd = work
     here("export", "run=runs/smoke", "engine=vllm", "out=served")
     (line,) = capsys.readouterr().out.splitlines()
-    assert "vllm serve" in line
+    assert VLLM_SERVER in line
     assert str(cwd / "served") in line
     record = json.loads((cwd / "served" / "specheads.json").read_text())
     assert record["parity"]["texts"] == 8

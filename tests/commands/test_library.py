@@ -16,6 +16,7 @@ import specheads
 from specheads.config import data_dir
 from specheads.core.files import to_json
 from specheads.export.layouts import engines
+from specheads.export.layouts._shared import VLLM_SERVER
 from specheads.export.write import RECORD
 from specheads.measure.results import Results, read_results
 from specheads.measure.summary import print_results
@@ -216,7 +217,7 @@ def test_export_after_joint_training_has_the_merged_base(tmp_path: Path):
     out = tmp_path / "served"
     exported = specheads.export(made.path, "vllm", out)
     # the serving command names the merged base
-    assert f"vllm serve {out / 'base'} " in exported.serve[0]
+    assert f"{VLLM_SERVER} {out / 'base'} " in exported.serve[0]
     merged = specheads.FrozenBase.load(out / "base", device="cpu")
     adapted = specheads.FrozenBase.load(place, adapter=made.adapter, device="cpu")
     plain = specheads.FrozenBase.load(place, device="cpu")

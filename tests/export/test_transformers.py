@@ -18,6 +18,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.export.layouts import engine_module
+from specheads.export.layouts._shared import VLLM_SERVER
 from specheads.export.write import RECORD, CheckText, export_head
 from specheads.heads.load import build_for_base, load_head, resume_head
 from specheads.measure.offline import guess_ranks
@@ -161,7 +162,7 @@ def test_a_trained_module_is_written_back_into_a_copy_of_its_base(
     head = train_on_half(resume_head(folder, base, "mtp"), base, texts)
     lines, parity = export_head(head, base, "base", out, texts)
     assert parity.largest_difference < 1e-5
-    assert lines[0].startswith(f"vllm serve {out} ")
+    assert lines[0].startswith(f"{VLLM_SERVER} {out} ")
 
     # only the module differs, and the base's own files are untouched
     after = read_weights(out)

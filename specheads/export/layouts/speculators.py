@@ -66,7 +66,7 @@ def _common(head: Head, base: BaseEnds, algorithm: str) -> dict[str, Any]:
 
 def _serve(base: BaseEnds, out: Path) -> str:
     # vLLM uses this revision for the base; the head is a local folder
-    return f"vllm serve {at_revision(base, shlex.quote(str(out)))}"
+    return f"{_shared.VLLM_SERVER} {at_revision(base, shlex.quote(str(out)))}"
 
 
 def eagle3_objection(head: Head, _: BaseEnds) -> str:

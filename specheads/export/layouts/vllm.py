@@ -14,7 +14,13 @@ from specheads.core.drafter import Head
 from specheads.core.files import dumps
 from specheads.decoding.trees import tuned
 from specheads.export.layouts import _shared
-from specheads.export.layouts._shared import Folder, Layout, drafted_tokens, named_base
+from specheads.export.layouts._shared import (
+    VLLM_SERVER,
+    Folder,
+    Layout,
+    drafted_tokens,
+    named_base,
+)
 from specheads.heads.layers.block import SINK
 
 ABOUT = "vLLM 0.32.0 (EAGLE-3 and DFlash natively, other kinds through the plug-in of specheads)"
@@ -34,7 +40,7 @@ def serve(head: Head, base: BaseEnds, method: str, model: str) -> str:
     if getattr(head.config, "parallel", False):
         settings["parallel_drafting"] = True
     speculative = shlex.quote(json.dumps(settings))
-    return f"vllm serve {named_base(base)} --speculative-config {speculative}"
+    return f"{VLLM_SERVER} {named_base(base)} --speculative-config {speculative}"
 
 
 def write_plugin(head: Head, base: BaseEnds, out: Path) -> Folder:
