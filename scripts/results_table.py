@@ -3,7 +3,9 @@
     python scripts/results_table.py            rewrite pages that are out of date
     python scripts/results_table.py --check    write nothing; exit 1 when a page is out of date
 
-Only the text between `<!-- NAME -->` and `<!-- /NAME -->` is written:
+A row names its machine, commit, prompts and interval, and is of a head that is in this repository
+or that a recipe here trains; other files are refused, or give no row. Only the text between
+`<!-- NAME -->` and `<!-- /NAME -->` is written:
 
     a recipe's card     results (results.json), sets (*/results.json), ways (*/compare.json), served
                         (serve.json of bench_serve.py), speculators and ablations (NAME.json),
@@ -16,6 +18,7 @@ Only the text between `<!-- NAME -->` and `<!-- /NAME -->` is written:
 """
 
 import argparse
+import hashlib
 import json
 import re
 import statistics
@@ -39,12 +42,15 @@ from specheads.runs.provenance import Provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 CONDITIONS = "One request at a time, temperature 0. Brackets are 95 % intervals over prompts."
+HERE = "specheads"
+"""Engine of measurements in our own loop."""
 QUICKSTART, PUBLISHED = "smollm2", "smollm2_long"
 """Recipes of the quickstart, and of the head that is part of this repository."""
 SETS = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-Bench"}
 """Names of the public prompt sets that the published head was measured on."""
 GPU_STAGES = ("tests", "decode", "train", "smollm2", "engine", "chain_8b")
 NOT_YET, NOT_MEASURED = "not yet run", "not measured"
+NOT_PUBLISHED = "The published head was not measured."
 Rows = list[tuple[str, ...]]
 
 
@@ -64,8 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{'not current' if options.check else 'wrote'}: {file.relative_to(options.root)}")
         if not options.check:
             file.write_text(pages[file], encoding="utf-8")
-            if file.name == "load.md":
-                plot(_served(options.root / "recipes"), file.with_suffix(".png"))
+            recipes = options.root / "recipes"
+            if file.name == "load.md" and (measured := _served(recipes)):
+                plot(measured, file.with_suffix(".png"))
     return int(options.check and bool(stale))
 
 
@@ -80,13 +87,21 @@ def render(root: Path) -> dict[Path, str]:
     measured = {folder.name: read_results(Results, folder / "results.json") for folder in folders}
     blocks: dict[Path, dict[str, str]] = {}
     for folder in folders:
-        tables = blocks[folder / "README.md"] = {"results": card(measured[folder.name])}
+        results = measured[folder.name]
+        if results and results.head.kind != _kind(folder.name):
+            raise ValueError(
+                f"{folder / 'results.json'} is of {results.head.kind}, and its recipe trains "
+                f"{_kind(folder.name)}; measure the recipe again, or remove the file"
+            )
+        tables = blocks[folder / "README.md"] = {"results": card(results)} if results else {}
         patterns = {"*/results.json": sets, "*/compare.json": ways, "contexts*.json": contexts}
         for pattern, describe in patterns.items():
             if files := sorted(folder.glob(pattern)):
                 tables[describe.__name__] = describe(files)
         if (file := folder / "serve.json").is_file():
-            tables["served"] = served(_json(file))
+            tables["served"] = served(
+                _served(recipes) or {} if folder.name == PUBLISHED else _json(file)
+            )
         for name in ("speculators", "ablations"):
             if (file := folder / f"{name}.json").is_file():
                 tables[name] = rivals(file)
@@ -129,15 +144,16 @@ def with_tables(file: Path, blocks: Mapping[str, str]) -> str:
 def overview(measured: Mapping[str, Results | None]) -> str:
     """Return the table of all recipes, one row each; a recipe without results maps to None."""
     rows: Rows = []
+    links = {name: f"[{name}]({name}/README.md)" for name in measured}
     for name, results in measured.items():
-        link = f"[{name}]({name}/README.md)"
-        if results is None:
-            rows.append((link, *_planned(name), NOT_YET, NOT_YET, ""))
-            continue
-        cells = (base_name(results.base.name), f"`{results.head.kind}`")
-        hardware = str(results.provenance.hardware)
-        rows.append((link, *cells, rate(results.online), speedup(results.speed), hardware))
-    return table(("recipe", "base", "head", "tokens per forward", "speed-up", "hardware"), rows)
+        if results:
+            cells = (base_name(results.base.name), f"`{results.head.kind}`")
+            figures = rate(results.online), speedup(results.speed)
+            rows.append((links[name], *cells, *figures, _machine(results.provenance)))
+    header = ("recipe", "base", "head", "tokens per forward", "speed-up", "machine")
+    absent = [links[name] for name, results in measured.items() if results is None]
+    note = f"\n\nWithout recorded results: {', '.join(absent)}." if absent else ""
+    return f"{table(header, rows)}{note}"
 
 
 def worth(recipes: Path) -> str:
@@ -146,19 +162,23 @@ def worth(recipes: Path) -> str:
     One row per measurement that the tree holds, at batch 1 and temperature zero. Of the chains
     that vLLM served, the table shows the one whose smallest speed-up is largest.
     """
-    rows, hardware = list[tuple[str, ...]](), set()
+    rows, head = list[tuple[str, ...]](), published_head(recipes)
     quick = recipes / QUICKSTART / "results.json"
     for file in (quick, *(recipes / PUBLISHED / name / "results.json" for name in SETS)):
         if (results := read_results(Results, file)) is None:
             continue
-        first_cells = _card("published head", PUBLISHED), SETS.get(file.parent.name, "")
         if file == quick:
-            count = f"{results.prompts.count} held-out prompts"
-            first_cells = _card("`make quickstart`", QUICKSTART), count
-        rows.append((*first_cells, rate(results.online), speedup(results.speed)))
-        hardware.add(str(results.provenance.hardware))
-    if (file := recipes / PUBLISHED / "serve.json").is_file():
-        measured = _json(file)
+            link, prompts = _card("`make quickstart`", QUICKSTART), "held-out prompts"
+        else:
+            link, prompts = _card("published head", PUBLISHED), SETS[file.parent.name]
+            if (results.head.kind, results.head.depth) != (head.get("kind"), head.get("depth")):
+                raise ValueError(
+                    f"{file} is not of the published head, which is {head.get('kind')} of depth "
+                    f"{head.get('depth')}; measure that, or remove the file"
+                )
+        figures = rate(results.online), speedup(results.speed), _machine(results.provenance)
+        rows.append((link, HERE, f"{results.prompts.count} {prompts}", *figures))
+    if measured := _served(recipes):
         single = [row for row in measured["rows"] if row["batch"] == 1]
         depth = max(
             {row["depth"] for row in single},
@@ -166,27 +186,35 @@ def worth(recipes: Path) -> str:
                 row["speedup"]["ratio"] for row in single if row["depth"] == candidate
             ),
         )
-        engine = f"`{measured['kind']}` in vLLM {measured['engine']['vllm']}, chain of {depth}"
+        engine = f"vLLM {measured['engine']['vllm']}, {_method(depth)}"
+        link = _card("published head", PUBLISHED)
+        machine = _machine(from_json(Provenance, measured["provenance"]))
         for row in single:
             if row["depth"] == depth:
+                prompts = f"{row['count']} {SETS[row['prompts']]}"
                 figures = figure(row["served"], "tokens_per_forward"), figure(row["speedup"])
-                rows.append((_card(engine, PUBLISHED), SETS[row["prompts"]], *figures))
-        hardware.add(str(from_json(Provenance, measured["provenance"]).hardware))
+                rows.append((link, engine, prompts, *figures, machine))
+    # a figure without an interval is no row
+    rows = [row for row in rows if "[" in row[3] and "[" in row[4]]
     if not rows:
         return NOT_YET
-    header = ("head", "prompts", "tokens per forward", "speed-up over the base alone")
-    return f"{table(header, rows)}\n\n{CONDITIONS} Hardware: {'; '.join(sorted(hardware))}."
+    header = ("head", "engine", "prompts", "tokens per forward", "speed-up", "machine")
+    return f"{table(header, rows)}\n\n{CONDITIONS} The speed-up is over the base alone."
+
+
+def published_head(recipes: Path) -> dict[str, Any]:
+    """Return `kind` and `depth` of the head in this repository; empty if there is none."""
+    file = recipes / PUBLISHED / "head" / "config.json"
+    return _json(file) if file.is_file() else {}
 
 
 def _card(text: str, recipe: str) -> str:
     return f"[{text}](recipes/{recipe}/README.md)"
 
 
-def _planned(name: str) -> tuple[str, str]:
-    """Return base and head of a recipe that was never run, from its settings."""
-    # a recipe for one's own data has no path
-    settings = compose.settings_of("train", [f"recipe={name}", "data.path=mine.jsonl"])
-    return base_name(settings.base.model), f"`{settings.head['kind']}`"
+def _kind(name: str) -> str:
+    """Return the kind of head that a recipe trains."""
+    return compose.settings_of("train", [f"recipe={name}"]).head["kind"]
 
 
 def sets(files: Sequence[Path]) -> str:
@@ -265,13 +293,29 @@ def _by_batch(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["batch"])
 
 
-def _served(recipes: Path) -> dict[str, Any]:
-    return _json(recipes / PUBLISHED / "serve.json")
+def _served(recipes: Path) -> dict[str, Any] | None:
+    """Return what vLLM did with the published head; None if that was not measured.
+
+    Raises:
+        ValueError: The file is of another head.
+    """
+    file, head = recipes / PUBLISHED / "serve.json", recipes / PUBLISHED / "head"
+    if not file.is_file():
+        return None
+    measured = _json(file)
+    weights = hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()
+    if measured.get("weights") != weights:
+        raise ValueError(
+            f"{file} is not of the head in {head}, whose weights are {weights[:12]}; measure that "
+            "with scripts/bench_serve.py, or remove the file"
+        )
+    return measured
 
 
 def load(recipes: Path) -> str:
     """Return the tables of the published head in vLLM by batch, and on a load."""
-    measured = _served(recipes)
+    if (measured := _served(recipes)) is None:
+        return NOT_PUBLISHED
     methods = list(dict.fromkeys(row["depth"] for row in measured["rows"]))
     rows = _by_batch(measured) + [row for row in measured["rows"] if row["batch"] == "load"]
     by_condition = {(row["prompts"], row["batch"], row["depth"]): row for row in rows}
@@ -295,7 +339,8 @@ def load(recipes: Path) -> str:
     if requests:
         times = ("mean latency", "p50", "p95", "per token", "speed-up over vLLM alone")
         tables.append(table(("set", "method", *times), requests))
-    return "\n\n".join([f"{about}; {_machine(provenance)}.", *tables])
+    picture = "![Speed-up over vLLM alone by batch size](load.png)"
+    return "\n\n".join([picture, f"{about}; {_machine(provenance)}.", *tables])
 
 
 def _method(depth: int | str) -> str:
@@ -322,6 +367,8 @@ def plot(measured: Mapping[str, Any], file: Path) -> None:
 
 
 def _machine(provenance: Provenance) -> str:
+    if provenance.hardware.processor == "unknown" and not provenance.hardware.gpu:
+        raise ValueError("a measurement needs its machine, one has none; measure again")
     return f"{provenance.hardware}, commit {_commit(provenance.git)}"
 
 
@@ -426,10 +473,8 @@ def base_name(name: str) -> str:
     return f"`recipes/{inner}`" if folder and (not before or before.endswith("/")) else f"`{name}`"
 
 
-def card(results: Results | None) -> str:
+def card(results: Results) -> str:
     """Return the table of one recipe."""
-    if results is None:
-        return NOT_YET
     settings, provenance = results.settings, results.provenance
     versions = ", ".join(
         f"{x} {provenance.versions[x]}" for x in ("specheads", "torch", "transformers")
@@ -450,7 +495,7 @@ def card(results: Results | None) -> str:
 
 def _commit(git: Mapping[str, Any] | None) -> str:
     if git is None:
-        return "outside a checkout"
+        raise ValueError("a measurement needs its commit, one has none; measure in a checkout")
     return f"`{git['commit'][:12]}`" + (" and uncommitted changes" if git["dirty"] else "")
 
 

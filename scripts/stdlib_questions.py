@@ -1,10 +1,12 @@
 """Write questions about Python's standard library, which the quickstart's base answers.
 
     python scripts/stdlib_questions.py --out recipes/smollm2/stdlib_questions.jsonl.gz
+    python scripts/stdlib_questions.py --folder .venv/lib --out packages.jsonl.gz
 
 The questions are about the files of the running interpreter and their functions, so another version
-of Python gives others. The file in the recipe was written with Python 3.11.7. A row has the split
-of its file, so no function of a held-out question is in a training question.
+of Python gives others. The file in the recipe was written with Python 3.11.7. With --folder they
+are about the Python files in a folder. A row has the split of its file, so no function of a
+held-out question is in a training question.
 """
 
 import argparse
@@ -44,8 +46,10 @@ def main() -> None:
     """Write the questions as JSON lines, compressed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", required=True, type=Path, help="file to write, .jsonl.gz")
+    parser.add_argument("--folder", type=Path, help="of Python files; default: the library's")
     options = parser.parse_args()
-    rows = questions(read_text_files(stdlib_files(), BadRows(), STDLIB_MIN_CHARACTERS))
+    files = sorted(options.folder.rglob("*.py")) if options.folder else stdlib_files()
+    rows = questions(read_text_files(files, BadRows(), STDLIB_MIN_CHARACTERS))
     lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
     # without a date, so that the same questions are the same file
     write_atomic(options.out, gzip.compress(lines.encode(), mtime=0))
