@@ -152,6 +152,9 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     """Whether one forward drafts all levels, after an anchor."""
     adds_to_base_logits: bool = False
     """Whether its logits are those of the base's projection plus a correction."""
+    num_candidates: int = 0
+    """Number of tokens of each level, those with the largest products of the first `width` entries
+    of a state and its `projection`, among which it selects; zero is all tokens."""
     base_fingerprint: str = ""
     """Fingerprint of the base it was trained on: see base/fingerprint.py. Empty if unknown."""
 
@@ -253,6 +256,12 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
 
         None if the head has no confidence output. `confidence` returns it during a draft.
         """
+
+    def selector_scores(
+        self, state: Hidden, candidates: Int[Tensor, "*batch candidate"]
+    ) -> Float[Tensor, "*batch candidate"]:
+        """Return what a head with `num_candidates` adds to the logits of these columns."""
+        raise NotImplementedError
 
     def projection_rows(
         self, projection: Float[Tensor, "vocab ..."]

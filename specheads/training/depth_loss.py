@@ -14,7 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
+from specheads.core.drafter import Head
 from specheads.training.losses import LOSSES, BaseRows, Needs, RowLoss, argmax_of_rows
 
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
@@ -129,6 +131,58 @@ def confidence_loss(
         losses = F.binary_cross_entropy_with_logits(logits.to(rates.dtype), rates, reduction="none")
         means.append(mean_over_labels(losses, target))
     return torch.stack(means)
+
+
+def selector_loss(
+    head: Head,
+    states: Sequence[Float[Tensor, "row width"]],
+    projections: Sequence[Projection],
+    targets: Sequence[Targets],
+) -> Float[Tensor, " depth"]:
+    """Return the cross-entropy per depth of the base's best token among the head's candidates.
+
+    A best token that is no candidate replaces the last one. Rows without a label are excluded.
+
+    Source: vllm-project/speculators 0.9, models/dflash2/metrics.py.
+    """
+    means = []
+    for state, projection, target in zip(states, projections, targets, strict=True):
+        weight, bias = (None if tensor is None else tensor.to(state.dtype) for tensor in projection)
+        assert weight is not None
+        chunk_rows = rows_of(weight, CONFIDENCE_LOGITS)
+        chunks = zip(state.split(chunk_rows), target.base_hidden.split(chunk_rows), strict=True)
+        losses = [
+            _candidate_losses(head, chunk, target.project(hidden).argmax(-1), weight, bias)
+            for chunk, hidden in chunks
+        ]
+        means.append(mean_over_labels(torch.cat(losses), target))
+    return torch.stack(means)
+
+
+def _candidate_losses(
+    head: Head,
+    states: Float[Tensor, "row state"],
+    best: Int[Tensor, " row"],
+    weight: Float[Tensor, "vocab width"],
+    bias: Tensor | None,
+) -> Float[Tensor, " row"]:
+    """Return the cross-entropy of each row's best token among its candidates."""
+    hidden = states[:, : weight.shape[1]]
+    with torch.no_grad():
+        candidates = F.linear(hidden, weight, bias).topk(head.num_candidates).indices
+        is_missing = (candidates != best[:, None]).all(-1)
+        candidates[:, -1] = torch.where(is_missing, best, candidates[:, -1])
+    # the rows of the weight for all candidates are large: the backward pass reads them again
+    unary: Any = checkpoint(_multiply_rows, weight, candidates, hidden, use_reentrant=False)
+    scores = unary + head.selector_scores(states, candidates)
+    scores = scores if bias is None else scores + bias[candidates]
+    labels = (candidates == best[:, None]).int().argmax(-1)
+    precision = torch.promote_types(scores.dtype, torch.float32)
+    return F.cross_entropy(scores.to(precision), labels, reduction="none")
+
+
+def _multiply_rows(weight: Tensor, rows: Tensor, hidden: Tensor) -> Tensor:
+    return (F.embedding(rows, weight) @ hidden[..., None])[..., 0]
 
 
 def mean_over_labels(losses: Float[Tensor, " row"], targets: Targets) -> Float[Tensor, ""]:

@@ -23,6 +23,7 @@ from specheads.training.depth_loss import (
     Targets,
     confidence_loss,
     depth_loss,
+    selector_loss,
     weights_of_depths,
 )
 from specheads.training.losses import loss_of_phase
@@ -159,10 +160,15 @@ class Objective(nn.Module):
         return loss._replace(agreement=loss.agreement * share)
 
     def _loss(self, states: list[Tensor], targets: list[Targets], phase: Phase) -> DepthLoss:
-        """Return the loss of all depths, with that of the confidence head if there is one."""
+        """Return the loss of all depths, with those of a selector and a confidence head."""
         projections, loss = self.head.projections(), loss_of_phase(phase)
         weights = weights_of_depths(len(states), phase.decay)
-        result = depth_loss(states, projections, targets, loss=loss, weights=weights)
+        selects = self.head.num_candidates > 0
+        hidden = [state[:, : self.head.width] for state in states] if selects else states
+        result = depth_loss(hidden, projections, targets, loss=loss, weights=weights)
+        if selects:
+            by_depth = selector_loss(self.head, states, projections, targets)
+            return result._replace(total=result.total + weighted_sum(by_depth, weights))
         confidence = [self.head.confidence_logits(state) for state in states]
         predicted = [logits for logits in confidence if logits is not None]
         if not predicted:

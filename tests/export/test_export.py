@@ -84,6 +84,14 @@ VARIANTS = {
         },
         {"num_layers": 3, "sliding_window": 6, "window_counts_slots": True, "full_layers": [1]},
     ],
+    "dflash2": [
+        {**GROUPED, "num_layers": 1, "conv_kernel_size": 3, "selector_rank": 5},
+        {
+            "num_layers": 2, "sliding_window": 6, "window_counts_slots": True, "causal": True,
+            "full_layers": [0], "selector_top_k": 4,
+        },
+        {"num_layers": 1, "attention_sink": True},
+    ],
     "dspark": [
         {**GROUPED, "num_layers": 1, "markov_rank": 5},
         {"sample_from_anchor": False, "num_layers": 1, "mask_token": 7, "markov_rank": 5},

@@ -13,6 +13,7 @@ from tests.export.trained import train_head
 DEPTH = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "dflash": {"num_layers": 1},
+    "dflash2": {"num_layers": 1},
     "dspark": {"num_layers": 1},
     "hydra_heads": {"num_layers": 1},
 }

@@ -1,18 +1,25 @@
-"""DFlash and DSpark: the numbers of their projects, and drafts from anchors only."""
+"""DFlash, DFlash 2 and DSpark: the numbers of their projects, and drafts from anchors only."""
 
 import itertools
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from specheads.config.training import Phase
+from specheads.core.drafter import Features
 from specheads.core.features import Committed
+from specheads.data.packing import TokenBatch
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.heads.kinds import dflash, dspark
+from specheads.heads.kinds import dflash, dflash2, dspark
 from specheads.heads.layers.block import BlockHead, block_mask
 from specheads.heads.load import build_head, load_head
+from specheads.training.objective import Objective, draft_labels
 from tests import tiny
 from tests.heads.golden import GOLDEN, changed, close, expected, features
 from tests.heads.test_heads import make
@@ -93,7 +100,118 @@ def test_public_heads_draft_like_their_projects(name: str):
                 logits, state = head.extend(state, node, torch.zeros_like(node))
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+DFLASH2 = "dflash2_speculators"
+
+
+def compare_dflash2(dtype: torch.dtype, tolerance: float) -> None:
+    """Compare states, chains and losses with those of speculators 0.9 at some anchors."""
+    head, golden = load_head(GOLDEN / DFLASH2).to(dtype), expected(DFLASH2)
+    assert isinstance(head, dflash2.Head)
+    assert (head.num_candidates, head.config.full_layers, head.config.causal) == (5, [1], False)
+    golden = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in golden.items()
+    }
+    head.bind(golden["in.embedding"], golden["in.projection"])
+    base_features, tokens = Features(golden["in.hidden"], golden["in.aux"]), golden["in.tokens"]
+    anchors, depth = golden["out.anchors"], head.depth
+    for level, state in enumerate(head.states(base_features, tokens)):
+        hidden = state[0, anchors - 1, : head.width]
+        close(hidden, golden["out.states"][:, level + 1], tolerance)
+    for index, anchor in enumerate(anchors.tolist()):
+        count = torch.tensor([anchor])
+        aux = features(golden["in.aux"][:, :anchor])
+        logits, state = head.begin(
+            Committed(aux, tokens[:, 1 : anchor + 1], count), head.memory(1, 32)
+        )
+        for level in range(depth):
+            # a tree takes the candidates in the order of the selector's scores
+            scores, candidates = logits[0, 0].topk(5)
+            order = golden["out.scores"][index, level].argsort(descending=True)
+            close(scores, golden["out.scores"][index, level][order], tolerance)
+            assert torch.equal(candidates, golden["out.candidates"][index, level][order])
+            assert logits.softmax(-1).topk(5).values.sum() > 1 - 1e-6
+            node = candidates[:1, None]
+            assert node == golden["out.drafted"][index, level]
+            if level + 1 < depth:
+                logits, state = head.extend(state, node, torch.zeros_like(node))
+    batch = TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    firsts = torch.zeros_like(batch.loss_mask)
+    firsts[0, anchors + 1] = True
+    labels, decay = draft_labels(head, batch, firsts), math.exp(-1 / 4)
+    project = lambda hidden: hidden @ golden["in.projection"].T  # noqa: E731
+    log_probs = project(base_features.hidden[0]).log_softmax(-1)
+    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    for loss, name in (("total_variation", "tv"), ("soft_cross_entropy", "kl")):
+        head.zero_grad()
+        phase = Phase(text="corpus", loss=loss, decay=decay)
+        result = Objective(head)(base_features, batch, labels, project, phase).total
+        reference = golden[f"out.{name}"] * depth
+        if name == "kl":
+            for level in range(depth):
+                reference = reference + decay**level * entropies[anchors + level].mean()
+        # there the denominator is the number of labels and 1e-5
+        torch.testing.assert_close(result, reference, rtol=2e-6 + tolerance, atol=0)
+    result.backward()
+    for name in (name for name in golden if name.startswith("out.gradient.")):
+        gradient = head.get_parameter(name.removeprefix("out.gradient.")).grad
+        assert gradient is not None
+        close(gradient / depth, golden[name], 2e-6 + tolerance)
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_dflash2_trains_and_drafts_as_speculators():
+    compare_dflash2(torch.float64, 1e-9)
+
+
+def test_dflash2_trains_and_drafts_as_speculators_in_float32():
+    compare_dflash2(torch.float32, 1e-5)
+
+
+def _flipped(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a convolution that reads later slots in place of earlier ones."""
+
+    def convolve(self: Any, values: Tensor, inputs: Tensor, side: int) -> Tensor:
+        def flip(value: Tensor) -> Tensor:
+            return value.unflatten(1, (-1, self.num_slots)).flip(2).flatten(1, 2)
+
+        return flip(forward(self, flip(values), flip(inputs), side))
+
+    return convolve
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("error", ["candidates off by one", "sees the future"])
+def test_planted_errors_of_dflash2_are_found(error: str, monkeypatch: pytest.MonkeyPatch):
+    scores, forward = dflash2.Head.selector_scores, dflash2.BlockConvolution.forward
+    if error == "sees the future":
+        monkeypatch.setattr(dflash2.BlockConvolution, "forward", _flipped(forward))
+    else:
+        monkeypatch.setattr(
+            dflash2.Head,
+            "selector_scores",
+            lambda self, state, candidates: scores(self, state, (candidates + 1) % 61),
+        )
+    with pytest.raises(AssertionError):
+        compare_dflash2(torch.float64, 1e-9)
+
+
+def test_a_slot_convolves_itself_and_earlier_slots_of_its_block():
+    config = dflash2.Config(depth=3, conv_kernel_size=2, conv_group_size=4)
+    layer = dflash2.BlockConvolution(config, 8)
+    torch.manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.data.normal_()
+    values, inputs = torch.randn(2, 1, 12, 8)
+    plain = layer(values, inputs, dflash2.OUTPUT)
+    for slot in range(12):
+        changed = values.clone()
+        changed[:, slot] += 1
+        moved = (layer(changed, inputs, dflash2.OUTPUT) != plain)[0].any(-1).nonzero()[:, 0]
+        assert moved.tolist() == [slot, slot + 1][: 2 if slot % 4 < 3 else 1]
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 def test_only_anchors_are_computed(kind: str, monkeypatch: pytest.MonkeyPatch):
     base = tiny.base("llama")
     head = make({"kind": kind, "num_layers": 2}, base)

@@ -33,6 +33,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"sliding_window": 8, "window_counts_slots": True, "attention_sink": True},
         {"num_layers": 2, "sliding_window": 3, "causal": True, "full_layers": [1]},
     ],
+    "dflash2": [
+        {"sample_from_anchor": True, "conv_kernel_size": 3, "selector_top_k": 4, **GROUPED},
+        {"num_layers": 2, "sliding_window": 3, "causal": True, "full_layers": [1]},
+    ],
     "dspark": [
         {"sample_from_anchor": False, "markov_rank": 3, "mask_token": 5, **GROUPED},
         {"num_layers": 2, "sliding_window": 3},

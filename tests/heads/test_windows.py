@@ -25,6 +25,7 @@ CASES = [
     {"kind": "eagle3", "num_layers": 2, "parallel": True, "mask_token": 5},
     {"kind": "dflash", "num_layers": 2},
     {"kind": "dspark", "num_layers": 2, "causal": True},
+    {"kind": "dflash2", "num_layers": 2},
     {"kind": "eagle3", "num_layers": 2, "attention_sink": True},
     {"kind": "dflash", "num_layers": 2, "window_counts_slots": True, "attention_sink": True},
 ]

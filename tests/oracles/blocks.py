@@ -1,6 +1,6 @@
-"""DFlash and DSpark: the speculators format in vLLM and llama.cpp, the authors' in SGLang and vLLM.
+"""DFlash, DFlash 2 and DSpark: speculators' format in vLLM and llama.cpp, the authors' elsewhere.
 
-Sources: vLLM 0.32 models/qwen3_dflash.py, models/qwen3_dspark.py and
+Sources: vLLM 0.32 models/qwen3_dflash.py, models/qwen3_dflash2.py, models/qwen3_dspark.py and
 transformers_utils/configs/speculators; llama.cpp 0c1e5709 conversion/qwen.py,
 src/models/dflash.cpp and common/speculative.cpp; SGLang 0.5.23 models/dflash.py, models/dspark.py,
 speculative/dflash_utils.py, speculative/dflash_worker_v2.py and speculative/dspark_components.
@@ -18,10 +18,12 @@ from torch import Tensor
 from specheads.core.errors import InputError
 from specheads.export.write import LevelDraft
 from tests.oracles.llama import Layer
-from tests.oracles.shared import BaseView, Stored, read_config, rms
+from tests.oracles.shared import BaseView, Stored, read_config, rms, silu
 from tests.oracles.shared import require as need
 
 MARKOV = "markov_head.markov_w1.weight"
+CONVOLVED = ("conv_kernel_size", "conv_group_size")
+SELECTED = ("selector_rank", "selector_top_k")
 SINK = "add_swa_attention_sink_bias"
 
 
@@ -51,6 +53,22 @@ def dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     need(config, sample_from_anchor=False, block_size=depth + 1)
     _need_method(config, depth)
     yield from _draft(_stored(folder), _speculators(config), base, depth)
+
+
+def dflash2(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """DFlash in another class: vLLM copies four settings into those of the authors' format."""
+    config = read_config(folder)
+    need(config, speculators_model_type="dflash2", sliding_window_non_causal=True)
+    need(config, sample_from_anchor=False, block_size=depth + 1)
+    _need_method(config, depth)
+    settings = _speculators(config)
+    layer = settings.layer | _own(config)
+    yield from _draft(_stored(folder), replace(settings, layer=layer), base, depth)
+
+
+def _own(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of DFlash 2; all are needed."""
+    return {name: config[name] for name in (*CONVOLVED, *SELECTED)}
 
 
 def dspark(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
@@ -83,17 +101,30 @@ def sglang_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDra
     yield from _draft(_stored(folder), _authors(config, depth + 1, base), base, depth)
 
 
+def sglang_dflash2(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """It reads the settings in dflash_config only."""
+    config = read_config(folder)
+    need(config, architectures=["DFlash2DraftModel"])
+    settings = _authors(config, depth + 1, base)
+    layer = settings.layer | _own(config["dflash_config"])
+    yield from _draft(_stored(folder), replace(settings, layer=layer), base, depth)
+
+
 def vllm_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """DFlash of the authors in vLLM: a window counts slots; `use_swa` is that of all layers."""
     config = read_config(folder)
     types = config["layer_types"]
     config["layer_types"] = ["full_attention"] * len(types)
     dflash_config = config["dflash_config"]
-    need(config, architectures=["DFlashDraftModel"])
+    selects = config["architectures"] == ["DFlash2DraftModel"]
+    if not selects:
+        need(config, architectures=["DFlashDraftModel"])
     settings = _authors(config, depth + 1, base)
     layer = config | {
         SINK: dflash_config.get("attention_sink_bias"),
-        "causal": dflash_config.get("causal"),
+        # by layer, or of all layers
+        "causal": dflash_config.get("causal", [kind == "sliding_attention" for kind in types]),
+        **(_own(dflash_config) if selects else {}),
     }
     layer["reaches"] = [
         config["sliding_window"] if kind == "sliding_attention" else None for kind in types
@@ -176,14 +207,23 @@ class _Layer(Layer):
         super().__init__(stored, name, layer, width)
         self.input_norm = stored.take(f"{name}.input_layernorm.weight", width)
         self.past = self.keys_values(fused, torch.arange(len(fused)))
-        index, self.causal = int(name.split(".")[-1]), layer.get("causal")
+        index, causal = int(name.split(".")[-1]), layer.get("causal")
+        self.causal = causal[index] if isinstance(causal, list) else causal
         self.reach = layer["reaches"][index] if "reaches" in layer else None
         sinks = f"{name}.self_attn.attention_sink_bias"
         self.sink = stored.take(sinks, self.heads) if layer.get(SINK) else None
+        self.convolutions = [
+            _Convolution(stored, f"{name}.{part}_conv", *(layer[key] for key in CONVOLVED), width)
+            for part in ("attention", "mlp")
+            if CONVOLVED[0] in layer
+        ]
 
     def forward(self, stream: Tensor, start: int) -> Tensor:
         """Compute the layer for a block whose anchor is at position `start`."""
         inputs, at = rms(stream, self.input_norm, self.epsilon), start + torch.arange(len(stream))
+        before = inputs
+        if self.convolutions:
+            inputs = self.convolutions[0](before, before, 0)
         keys, values = (
             torch.cat([past[:start], block])
             for past, block in zip(self.past, self.keys_values(inputs, at), strict=True)
@@ -197,7 +237,34 @@ class _Layer(Layer):
         if self.sink is not None:
             scores = torch.cat([scores, self.sink[:, None, None].expand(-1, len(at), 1)], dim=-1)
         weights = scores.softmax(-1)[..., : len(keys)]
-        return self.ended(stream, torch.einsum("hts,shd->thd", weights, values))
+        mixed = torch.einsum("hts,shd->thd", weights, values)
+        if not self.convolutions:
+            return self.ended(stream, mixed)
+        attention, mlp = self.convolutions
+        stream = stream + attention(mixed.reshape(len(stream), -1) @ self.out.T, before, 1)
+        before = rms(stream, self.norm, self.epsilon)
+        inputs = mlp(before, before, 0)
+        update = (silu(inputs @ self.gate.T) * (inputs @ self.up.T)) @ self.down.T
+        return stream + mlp(update, before, 1)
+
+
+class _Convolution:
+    """Kernels of one slot and those before it, before and after attention or an MLP."""
+
+    def __init__(self, stored: Stored, name: str, taps: int, group: int, width: int) -> None:
+        self.group, count = group, width // group
+        self.base = stored.take(f"{name}.base_kernel", 2, taps, width)
+        matrix = stored.take(f"{name}.kernel_projection.weight", 2 * taps * count, width)
+        self.matrix = matrix.view(2, taps, count, width)
+
+    def __call__(self, values: Tensor, inputs: Tensor, side: int) -> Tensor:
+        """Convolve the slots of one block."""
+        out = torch.zeros_like(values)
+        for slot in range(len(values)):
+            for tap in range(min(slot + 1, self.base.shape[1])):
+                change = (self.matrix[side, tap] @ inputs[slot]).repeat_interleave(self.group)
+                out[slot] += (self.base[side, tap] + change) * values[slot - tap]
+        return out
 
 
 class _Markov:
@@ -214,6 +281,27 @@ class _Markov:
         before = self.embedding[tokens]
         sure = torch.cat([states, before], dim=-1) @ self.sure[0] + self.bias
         return LevelDraft(guess.logits + before @ self.out.T, guess.ids, sure)
+
+
+class _Selector:
+    """Scores of the best tokens of a level after a previous token."""
+
+    def __init__(self, stored: Stored, rank: int, top: int, vocab: int, width: int) -> None:
+        self.top = top
+        name = "candidate_selector"
+        self.before = stored.take(f"{name}.predecessor_codebook", vocab, rank)
+        self.after = stored.take(f"{name}.successor_codebook", vocab, rank)
+        self.matrix = stored.take(f"{name}.hidden_projection.weight", rank, width)
+
+    def chosen(self, guess: LevelDraft, states: Tensor, tokens: Tensor) -> LevelDraft:
+        """Score the best tokens; all others follow at a distance."""
+        order = guess.logits.argsort(-1, descending=True)[:, : self.top]
+        logits = []
+        for row, best, state, token in zip(guess.logits, order, states, tokens, strict=True):
+            scores = row[best] + self.after[best] @ (self.before[token] * (self.matrix @ state))
+            others = row - row[best[-1]] + scores.min() - 30
+            logits.append(others.index_put((best,), scores))
+        return LevelDraft(torch.stack(logits), guess.ids)
 
 
 def _draft(
@@ -236,6 +324,9 @@ def _draft(
     norm = stored.take("norm.weight", width)
     tokens, head = _vocabulary(stored, settings.drafted, base)
     markov = _Markov(stored, len(tokens), vocab, width, settings.rank) if settings.rank else None
+    selector = None
+    if SELECTED[0] in layer:
+        selector = _Selector(stored, *(layer[key] for key in SELECTED), vocab, width)
     stored.close()
     before, block_states = [base.tokens.roll(-1 - level) for level in range(depth)], []
     for position, anchor in enumerate(before[0]):
@@ -247,7 +338,10 @@ def _draft(
         block_states.append(rms(stream[-depth:], norm, epsilon))
     for level, states in enumerate(torch.stack(block_states, dim=1)):
         guess = LevelDraft(states @ head.T, tokens)
-        yield guess if markov is None else markov.corrected(guess, states, before[level])
+        if selector is not None:
+            yield selector.chosen(guess, states, before[level])
+        else:
+            yield guess if markov is None else markov.corrected(guess, states, before[level])
 
 
 def _vocabulary(stored: Stored, size: int, base: BaseView) -> tuple[Tensor, Tensor]:

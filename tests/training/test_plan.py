@@ -118,9 +118,9 @@ def test_memory_and_flops_from_shapes_equal_real_steps(kind, source, folder, mon
     # the hidden states of later batches are there before the step
     planned_bytes = cost.memory.total_bytes - cost.memory.fetched_features_bytes
     # on the meta device dflash's attention stores weights that the kernels do not
-    assert 0.85 <= planned_bytes / real_bytes <= (1.3 if kind == "dflash" else 1.15)
+    assert 0.85 <= planned_bytes / real_bytes <= (1.3 if "dflash" in kind else 1.15)
     # the counter misses the fused attention of a CPU, which is most of dflash
-    if kind != "dflash":
+    if "dflash" not in kind:
         assert 2 * cost.flops_per_row == pytest.approx(counter.get_total_flops(), rel=0.1)
     if source == "local":
         base, head = runner.teacher.base, runner.head

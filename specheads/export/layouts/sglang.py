@@ -26,7 +26,9 @@ def write_blocks(head: Head, base: BaseEnds, out: Path) -> Folder:
     The command line drafts the whole block whatever the tuned tree: a shorter block has fewer
     masks than in training.
     """
-    line = f"{_serve(base, out, head.kind.upper())} --speculative-num-draft-tokens {head.depth + 1}"
+    # the folder's settings tell DFlash 2 from DFlash
+    algorithm = head.kind.upper().rstrip("2")
+    line = f"{_serve(base, out, algorithm)} --speculative-num-draft-tokens {head.depth + 1}"
     return Folder(_shared.authors_config(head, base), _shared.tensors(head), (line,))
 
 
@@ -67,10 +69,14 @@ LAYOUTS = {
         num_aux=3,
         objection=eagle3_objection,
     ),
-    "dflash": Layout(
-        write_blocks, _shared.DFLASH, "layout", READ, lowest=1, objection=_shared.scaled_embedding
-    ),
-    "dspark": Layout(
-        write_blocks, _shared.DSPARK, "layout", READ, lowest=1, objection=_shared.scaled_embedding
-    ),
+    **{
+        kind: Layout(
+            write_blocks, settings, "layout", READ, lowest=1, objection=_shared.scaled_embedding
+        )
+        for kind, settings in (
+            ("dflash", _shared.DFLASH),
+            ("dflash2", _shared.DFLASH2),
+            ("dspark", _shared.DSPARK),
+        )
+    },
 }

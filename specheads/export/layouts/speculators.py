@@ -83,7 +83,7 @@ def dspark_objection(head: Head, _: BaseEnds) -> str:
 
 
 RUN = "by vLLM 0.32.0 on a CPU (`make vllm`)"
-READ = "as vLLM 0.32.0's sources read it; it serves no DSpark on a CPU"
+READ = "as vLLM 0.32.0's sources read it; it serves no DSpark and no DFlash 2 on a CPU"
 EAGLE3_NOTE = f"{RUN}; of 0.33 the sources were read"
 DFLASH: AllowedSettings = {**_shared.DFLASH, **_shared.DRAFT_VOCABULARY, **_shared.WINDOW}
 DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY, **_shared.WINDOW}
@@ -93,5 +93,6 @@ LAYOUTS = {
         write_eagle3, _shared.EAGLE3_ALL, "run", EAGLE3_NOTE, objection=eagle3_objection
     ),
     "dflash": Layout(write_blocks, DFLASH, "run", RUN),
+    "dflash2": Layout(write_blocks, {**_shared.DFLASH2, **_shared.WINDOW}, "layout", READ),
     "dspark": Layout(write_blocks, DSPARK, "layout", READ, objection=dspark_objection),
 }

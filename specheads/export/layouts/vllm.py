@@ -1,4 +1,4 @@
-"""vLLM: EAGLE-3 and DFlash natively, and the other kinds through the plug-in of this package.
+"""vLLM: EAGLE-3, DFlash and DFlash 2 natively, other kinds through the plug-in of this package.
 
 The plug-in reads our own layout: config.json with `kind`, and model.safetensors. The engine lends
 it the base's embedding and projection.
@@ -23,7 +23,7 @@ from specheads.export.layouts._shared import (
 )
 from specheads.heads.layers.block import SINK
 
-ABOUT = "vLLM 0.32.0 (EAGLE-3 and DFlash natively, other kinds through the plug-in of specheads)"
+ABOUT = "vLLM 0.32.0 (EAGLE-3, DFlash, DFlash 2 natively, other kinds through our plug-in)"
 PROPOSER = "specheads.export.vllm.Proposer"
 """The value of vLLM's `custom_class`."""
 HEAD_VARIABLE = "SPECHEADS_HEAD"
@@ -63,11 +63,10 @@ def write_dflash(head: Head, base: BaseEnds, out: Path) -> Folder:
     config, settings = _shared.authors_config(head, base), head.config
     if settings.sliding_window and not settings.full_layers:
         config["layer_types"] = ["full_attention"] * settings.num_layers
-        config["dflash_config"] |= {
-            "use_swa": True,
-            "swa_window_size": settings.sliding_window,
-            "causal": bool(settings.causal),
-        }
+        config["dflash_config"] |= {"use_swa": True, "swa_window_size": settings.sliding_window}
+    if settings.sliding_window and not (settings.full_layers and settings.causal):
+        # of all layers; by default those with a window are causal
+        config["dflash_config"]["causal"] = bool(settings.causal)
     config["dflash_config"][SINK[0]] = bool(settings.attention_sink)
     line = serve(head, base, "dflash", str(out))
     return Folder(config, _shared.tensors(head), (line,))
@@ -75,11 +74,8 @@ def write_dflash(head: Head, base: BaseEnds, out: Path) -> Folder:
 
 def dflash_objection(head: Head, _: BaseEnds) -> str:
     """Object to a window that vLLM would count in another way."""
-    settings = head.config
-    if settings.sliding_window and not settings.window_counts_slots:
+    if head.config.sliding_window and not head.config.window_counts_slots:
         return "its window counts slots, that of this head does not"
-    if settings.full_layers and settings.causal:
-        return "it reads no causal blocks with layer_types, those of this head are causal"
     return ""
 
 
@@ -88,13 +84,16 @@ PLUGIN = ("eagle_gru", "hydra_heads", "medusa", "mlp_speculator", "mtp", "redraf
 """Kinds that the plug-in serves, with any settings."""
 LAYOUTS = {
     "eagle3": Layout(write_eagle3, _shared.EAGLE3_ALL, "run", f"natively, {NOTE}"),
-    "dflash": Layout(
-        write_dflash,
-        {**_shared.DFLASH, **_shared.WINDOW, "window_counts_slots": None},
-        "layout",
-        "natively, as vLLM 0.32.0's sources read it",
-        lowest=1,
-        objection=dflash_objection,
-    ),
+    **{
+        kind: Layout(
+            write_dflash,
+            {**settings, **_shared.WINDOW, "window_counts_slots": None},
+            "layout",
+            "natively, as vLLM 0.32.0's sources read it",
+            lowest=1,
+            objection=dflash_objection,
+        )
+        for kind, settings in (("dflash", _shared.DFLASH), ("dflash2", _shared.DFLASH2))
+    },
     **{kind: Layout(write_plugin, None, "run", f"plug-in, {NOTE}") for kind in PLUGIN},
 }

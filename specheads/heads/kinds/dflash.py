@@ -22,4 +22,4 @@ class Head(BlockHead):
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead | None:
     """Read a folder of z-lab, of DeepSpec without a Markov head, or of speculators."""
-    return read_block(Head, Config, config, tensors, markov=False)
+    return read_block(Head, Config, config, tensors)

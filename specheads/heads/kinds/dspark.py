@@ -80,4 +80,4 @@ class Head(BlockHead):
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead | None:
     """Read a folder of DeepSpec, speculators or ModelOpt with a Markov head."""
-    return read_block(Head, Config, config, tensors, markov=True)
+    return read_block(Head, Config, config, tensors)

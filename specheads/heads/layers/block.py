@@ -1,4 +1,4 @@
-"""Block drafting, shared by DFlash and DSpark: all levels are drafted in one forward.
+"""Block drafting, shared by DFlash, DFlash 2 and DSpark: one forward drafts all levels.
 
 Source: arXiv:2602.06036.
 """
@@ -76,14 +76,18 @@ class BlockConfig(AttentionConfig):
     qk_norm: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        slots = self.depth + (not self.sample_from_anchor)
-        for name, minimum in (("causal", 1), ("window_counts_slots", slots)):
+        for name, minimum in (("causal", 1), ("window_counts_slots", self.num_slots)):
             if getattr(self, name) and (self.sliding_window or 0) < minimum:
                 raise InputError(
                     f"head.{name}=true needs head.sliding_window of at least {minimum}, got "
                     f"{self.sliding_window}; set it, or leave {name} out"
                 )
         check_full_layers(self)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots of a block: its levels, and the anchor unless it is sampled from."""
+        return self.depth + (not self.sample_from_anchor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,7 @@ class BlockHead(BorrowingHead):
     borrows_projection = True
     has_own_fusion = True
     drafts_blocks = True
+    layer_class: type[LlamaLayer] = LlamaLayer
 
     def __init__(self, config: BlockConfig, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
@@ -120,7 +125,7 @@ class BlockHead(BorrowingHead):
         self.mask_token = config.mask_token % vocab_size
         self.fc = nn.Linear((len(self.aux_layers) or config.num_layers) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.epsilon)
-        layers = (LlamaLayer(config, width) for _ in range(config.num_layers))
+        layers = (self.layer_class(config, width) for _ in range(config.num_layers))
         self.layers = nn.ModuleList(layers)
         if not config.full_layer_sinks:
             for index in config.full_layers:
@@ -167,11 +172,13 @@ class BlockHead(BorrowingHead):
         def mask(window: int | None) -> Bool[Tensor, "batch query key"]:
             visible = limit_to_window(features.causal_mask(), window)
             visible = visible.expand(len(tokens), -1, -1)[rows, columns]
-            visible = visible.repeat_interleave(self.num_slots, dim=1)
+            visible = visible.repeat_interleave(self.config.num_slots, dim=1)
             if window and self.config.window_counts_slots:
                 ends = (columns[..., None] + 1 + self._slots()).flatten(1)[..., None]
                 visible &= torch.arange(tokens.shape[1], device=tokens.device) > ends - window
-            return block_mask(visible, self.num_slots, causal=bool(window) and self.config.causal)
+            return block_mask(
+                visible, self.config.num_slots, causal=bool(window) and self.config.causal
+            )
 
         texts = (layer.self_attn.project_keys_values(fused, positions) for layer in self.blocks())
         roots = tokens.roll(-1, 1)[rows, columns]
@@ -200,9 +207,9 @@ class BlockHead(BorrowingHead):
             ends = memory.lengths[:, None] + self._slots() if counts_slots else None
             visible = memory.visible(ends, window)
             if causal or counts_slots:
-                visible = visible.expand(-1, self.num_slots, -1)
-                return block_mask(visible, self.num_slots, causal=causal)
-            return nn.functional.pad(visible, (0, self.num_slots), value=True)
+                visible = visible.expand(-1, self.config.num_slots, -1)
+                return block_mask(visible, self.config.num_slots, causal=causal)
+            return nn.functional.pad(visible, (0, self.config.num_slots), value=True)
 
         texts = map(memory.text, range(len(layers)))
         hidden = self.draft_blocks(root, memory.lengths[:, None], texts, mask)
@@ -242,19 +249,14 @@ class BlockHead(BorrowingHead):
             keys_values = torch.cat([text, inputs.keys_values], dim=3)
             stream = layer(inputs, AttentionContext(keys_values, masks[window]))
         hidden = self.norm(stream).unflatten(1, tokens.shape[1:])
-        return hidden[:, :, self.num_slots - self.depth :]
+        return hidden[:, :, self.config.num_slots - self.depth :]
 
     def blocks(self) -> list[LlamaLayer]:
         """Return its layers."""
         return cast(list[LlamaLayer], [*self.layers])
 
-    @property
-    def num_slots(self) -> int:
-        """Number of slots of a block: its levels, and the anchor unless it is sampled from."""
-        return self.depth + (not self.config.sample_from_anchor)
-
     def _slots(self) -> Int[Tensor, " slot"]:
-        return torch.arange(self.num_slots, device=self.fc.weight.device)
+        return torch.arange(self.config.num_slots, device=self.fc.weight.device)
 
     def _fuse(self, features: Features) -> Tensor:
         return self.hidden_norm(self.fc(self.streams(features)))
@@ -281,6 +283,12 @@ FIXED = PLAIN | {
     "output_multiplier": 1,
 }
 """Settings of public checkpoints with the only supported value of each."""
+OWN_SETTINGS: dict[str, tuple[str, ...]] = {
+    "dflash": (),
+    "dflash2": ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    "dspark": ("markov_rank",),
+}
+"""Settings of each kind that have the same name here and in public checkpoints."""
 FIXED_MARKOV = {"markov_head_type": "vanilla", "confidence_head_with_markov": True}
 """The same for folders with a Markov head."""
 CONFIDENCE = ("enable_confidence_head", "use_confidence_head")
@@ -319,26 +327,27 @@ def read_block(
     kind: type[BlockConfig],
     config: dict[str, Any],
     tensors: dict[str, Tensor],
-    *,
-    markov: bool,
 ) -> BlockHead | None:
     """Read a folder of z-lab, DeepSpec, speculators or transformers; None for another layout.
 
-    `markov` tells DSpark from DFlash. A setting with an unsupported value is refused.
+    A setting with an unsupported value is refused.
     """
     by_speculators = config.get("speculators_model_type", "")
     class_names = set(config.get("architectures") or ())
     by_deepspec = not by_speculators and bool(class_names & BY_DEEPSPEC)
     by_others = "dflash_config" in config or config.get("model_type") == BY_TRANSFORMERS
-    is_read = by_speculators in ("dflash", "dspark") or by_deepspec or by_others
+    is_read = by_speculators in OWN_SETTINGS or by_deepspec or by_others
     settings = config.get("transformer_layer_config", {}) | config.get("dflash_config", {}) | config
-    if not is_read or bool(settings.get("markov_rank")) != markov:
+    markov = bool(settings.get("markov_rank"))
+    network = "dspark" if markov else "dflash2" if settings.get("selector_rank") else "dflash"
+    if not is_read or head.__module__.rpartition(".")[2] != network:
         return None
     window, full_layers, plain = draft_window(settings, settings.get("num_hidden_layers", 0))
-    causal = False
+    causal, used = False, OWN_SETTINGS[network]
     by_modelopt = not by_speculators and bool(settings.get("use_swa"))
     if by_speculators:
-        causal = bool(window) and not settings.get("sliding_window_non_causal")
+        default = network == "dflash2"
+        causal = bool(window) and not settings.get("sliding_window_non_causal", default)
     elif by_modelopt:
         # the window of all layers, which are still named full
         window, full_layers = settings.get("swa_window_size"), []
@@ -346,19 +355,24 @@ def read_block(
         window = window if is_allowed(PositiveInt, window) else None
         # an explicit is_causal has priority, and must be false
         causal = bool(settings.get("causal")) and settings.get("is_causal") is None
+    elif window and not by_deepspec and config.get("model_type") != BY_TRANSFORMERS:
+        # z-lab's layers with a window, and only they, are causal by default (sglang#34524)
+        causal = settings.get("is_causal", settings.get("causal")) is not False
+        used += ("is_causal", "causal") if causal and not full_layers else ()
     by_default = by_deepspec or by_speculators == "dspark"
     scaling = read_rope_settings(settings)["rope_scaling"]
     refuse_unused(
-        "dspark" if markov else "dflash",
+        network,
         config,
         *(config.get(name, {}) for name in (*SECTIONS, "dflash_config")),
         {"rope_type": scaling.get("rope_type")},
-        used=(*LAYERS, *SPECULATORS, *USED, *FIXED_MARKOV, *(MODELOPT if by_modelopt else ()))
+        used=(*LAYERS, *SPECULATORS, *USED, *FIXED_MARKOV, *used)
+        + (MODELOPT if by_modelopt else ())
         + (CONFIDENCE if markov else ()),
         fixed=FIXED
         | (FIXED_MARKOV if markov else {})
         | {"target_hidden_size": settings["hidden_size"]}
-        | {"projector_type": "dspark" if markov or by_default else "dflash"}
+        | {"projector_type": "dspark" if by_default else network}
         | plain,
     )
     # in ModelOpt's and RadixArk's folders null is no choice
@@ -390,11 +404,8 @@ def read_block(
         # attention that is not causal has the window on both sides of a slot in z-lab's code
         "window_counts_slots": bool(window) and not by_speculators,
         "attention_sink": any(settings.get(name) for name in SINK),
-        **(
-            {"markov_rank": settings["markov_rank"], "confidence_head": has_confidence}
-            if markov
-            else {}
-        ),
+        **{name: settings[name] for name in OWN_SETTINGS[network]},
+        **({"confidence_head": has_confidence} if markov else {}),
     }
     # refused unless it is empty
     del values["rope_scaling"]
