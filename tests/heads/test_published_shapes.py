@@ -1,6 +1,6 @@
-"""Configs as SpecForge and AngelSlim publish them: which load, which are refused, and why.
+"""Folders as projects publish them: which load and draft exactly, which are refused, and why.
 
-The settings are the facts of 71 published files, in small sizes; the tensors are random ones.
+The settings are the facts of published files, in small sizes; the tensors are random ones.
 """
 
 import json
@@ -15,7 +15,10 @@ from torch import Tensor
 
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.heads.load import build_head, load_head
+from specheads.decoding.generate import generate
+from specheads.heads.load import bind_to_base, build_head, load_head
+from specheads.measure.offline import offline_logits
+from tests import tiny
 from tests.heads.golden import GOLDEN, changed
 
 SIZES = {"hidden_size": 32, "vocab_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -29,14 +32,22 @@ IMAGES = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_e
 
 def published_head(folder: Path, head: dict[str, Any], config: dict[str, Any]) -> Path:
     """Write a head with the tensor names and the settings of its project."""
-    built = build_head(LAYERS | head, width=32, vocab_size=64)
-    tensors = built.state_dict()
+    return write_published(folder, build_head(LAYERS | head, width=32, vocab_size=64), config)
+
+
+def write_published(
+    folder: Path, head: Head, config: dict[str, Any], prefix: str = "", column: int = 0
+) -> Path:
+    """Write a head by its own names of tensors, or by those of a base's module."""
+    tensors = tiny.module(head, prefix, column) if prefix else head.state_dict()
     if tensors.pop("draft_ids", None) is not None:
-        tensors["d2t"], tensors["t2d"] = built.draft_maps()
+        tensors["d2t"], tensors["t2d"] = head.draft_maps()
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "x.safetensors"
     )
-    (folder / "config.json").write_text(json.dumps(SIZES | config))
+    # speculators nests the sizes
+    sizes = {} if "transformer_layer_config" in config else SIZES
+    (folder / "config.json").write_text(json.dumps(sizes | config))
     return folder
 
 
@@ -119,6 +130,158 @@ def test_published_block_configs_load(head: dict, config: dict, depth: int, tmp_
         published_head(tmp_path, head, BLOCK | {"dflash_config": LAYER_IDS} | config)
     )
     assert (loaded.kind, loaded.depth, loaded.aux_layers) == (head["kind"], depth, (2, 10))
+
+
+# folders of six projects, and modules of bases
+
+QWEN3 = {"model_type": "qwen3", "attention_bias": False, "rope_theta": 1e6, "vocab_size": 61}
+FULL, SLIDING = "full_attention", "sliding_attention"
+MIXED = {"layer_types": [SLIDING, FULL], "sliding_window": 7, "use_sliding_window": True}
+ALL_SLIDING = MIXED | {"layer_types": [SLIDING, SLIDING]}
+THETA = {"rope_theta": 1_000_000.0}
+BY_Z_LAB = QWEN3 | {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 2}
+BY_Z_LAB |= {"num_target_layers": 3, "block_size": 6, "max_window_layers": 2, "is_causal": None}
+READS = {"target_layer_ids": [0, 1], "mask_token_id": 60}
+BY_Z_LAB |= {"dflash_config": READS, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
+BLOCK_HEAD = {"kind": "dflash", "num_layers": 2, "aux_layers": [1, 2], "depth": 5} | THETA
+WINDOWED = BLOCK_HEAD | {"sliding_window": 7, "window_counts_slots": True}
+SELECTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
+LLAMA = {"model_type": "llama", "mlp_bias": False, "num_hidden_layers": 1, "vocab_size": 61}
+EAGLE = {"kind": "eagle3", "draft_tokens": 16, "aux_layers": [1, 2, 3], "epsilon": 1e-6}
+BY_EAGLE = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 16}
+STREAMS = "eagle_aux_hidden_state_layer_ids"
+IN_NESTED = {"eagle_config": {STREAMS: [0, 1, 2], "use_aux_hidden_state": True}}
+LONG = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG |= {"original_max_position_embeddings": 8192}
+MTP = {"kind": "mtp", "depth": 3}
+DEEPSEEK = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+
+
+def by_speculators(kind: str, layers: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """Return a config.json of speculators with these layers."""
+    method = {"proposal_type": "greedy", "speculative_tokens": 5}
+    return {
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": SIZES | layers,
+        "speculators_config": {"algorithm": kind, "proposal_methods": [method]},
+        **settings,
+    }
+
+
+PUBLIC: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "z-lab/Qwen3-8B-DFlash-b16": (BLOCK_HEAD, BY_Z_LAB | {"layer_types": [FULL, FULL]}, ""),
+    "z-lab/gemma-4-31B-it-DFlash": (
+        WINDOWED | {"full_layers": [1], "causal": True}, BY_Z_LAB | MIXED, "",
+    ),
+    "z-lab/Qwen3.8-27B-DFlash2": (
+        WINDOWED | SELECTS | {"kind": "dflash2"},
+        BY_Z_LAB | ALL_SLIDING | {"is_causal": False, "dflash_config": READS | SELECTS}, "",
+    ),
+    "z-lab/Muse-Glimmer-30B-DFlash2": (
+        WINDOWED | SELECTS | {"kind": "dflash2"},
+        BY_Z_LAB | ALL_SLIDING | {"is_causal": False}
+        | {"dflash_config": READS | SELECTS | {"final_logit_softcapping": 20.0}},
+        "final_logit_softcapping=20.0",
+    ),
+    "RedHatAI/Qwen3-8B-speculator.eagle3": (
+        EAGLE | {"norm_before_residual": True, "depth": 5},
+        by_speculators("eagle3", LLAMA, draft_vocab_size=16, norm_before_residual=True)
+        | {STREAMS: [1, 2, 3], "architectures": ["Eagle3Speculator"]}, "",
+    ),
+    "RedHatAI/gpt-oss-20b-speculator.eagle3": (
+        EAGLE | {"depth": 5, "sliding_window": 7},
+        by_speculators("eagle3", LLAMA | MIXED | {"layer_types": [SLIDING]}, draft_vocab_size=16)
+        | {STREAMS: [1, 2, 3], "embed_requires_grad": False}, "",
+    ),
+    "RedHatAI/Qwen3-8B-speculator.dflash": (
+        BLOCK_HEAD | {"sliding_window": 7, "causal": True, "full_layers": [1]},
+        by_speculators("dflash", QWEN3 | MIXED | {"num_hidden_layers": 2}, block_size=6)
+        | {"aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 60, "draft_vocab_size": 61}, "",
+    ),
+    "nvidia/Llama-4-Maverick-17B-128E-Eagle3": (
+        EAGLE | {"draft_tokens": 0, "rope_scaling": LONG},
+        BY_EAGLE | IN_NESTED | {"draft_vocab_size": 61, "rope_scaling": LONG, STREAMS: [1, 2, 3]},
+        "",
+    ),
+    "nvidia/gpt-oss-120b-Eagle3-short-context": (
+        EAGLE, BY_EAGLE | {"eagle_config": {"use_aux_hidden_state": False}},
+        "use_aux_hidden_state=False",
+    ),
+    "nvidia/gpt-oss-120b-Eagle3-v3": (
+        EAGLE | {"norm_before_fc": True},
+        BY_EAGLE | {"eagle_config": {STREAMS: [24, 30, 36], "norm_before_fc": True}},
+        f"{STREAMS} in eagle_config must start with 1 .* to the top level of config.json",
+    ),
+    "DFlash of nvidia's Model-Optimizer": (
+        WINDOWED | {"attention_sink": True},
+        BY_Z_LAB | {"layer_types": [FULL, FULL], "sliding_window": 7, "attention_sink_bias": True}
+        | {"dflash_config": READS | {"use_swa": True, "swa_window_size": 7, "causal": False}}, "",
+    ),
+    "DSpark of nvidia's Model-Optimizer": (
+        BLOCK_HEAD | {"kind": "dspark", "markov_rank": 4, "confidence_head": False, "depth": 6},
+        BY_Z_LAB | {"architectures": ["DSparkDraftModel"], "layer_types": [FULL, FULL]}
+        | {"markov_rank": 4, "markov_head_type": "vanilla", "use_confidence_head": False}
+        | {"projector_type": "dspark", "shift_label": True}, "",
+    ),
+    "lmsys/Qwen3-235B-A22B-EAGLE3": (
+        EAGLE | {"aux_layers": [2, 3]}, BY_EAGLE | {"eagle_config": {STREAMS: [1, 2]}}, "",
+    ),
+    "lmsys/sglang-EAGLE3-Llama-4-Scout-17B-16E-Instruct-v1": (
+        EAGLE | {"aux_layers": []}, BY_EAGLE | {"pretraining_tp": 1, "bias": False}, "",
+    ),
+    "AngelSlim/Qwen3-8B_eagle3": (
+        EAGLE | {"aux_layers": [], "rope_scaling": {}},
+        BY_EAGLE | WINDOW_OFF | {"architectures": ["Eagle3LlamaForCausalLM"], "modal_type": "LLM"},
+        "",
+    ),
+    "DFlash of AngelSlim": (
+        BLOCK_HEAD,
+        BY_Z_LAB | {"layer_types": [FULL, FULL], "loss_decay_gamma": 7.0}
+        | {"attention_backend": "flex_attention"}, "",
+    ),
+    "XiaomiMiMo/MiMo-7B-RL": (
+        MTP | {"hidden_first": True, "attention_bias": True},
+        LLAMA | {"num_nextn_predict_layers": 1, "attention_bias": True, "model_type": "mimo"}, "",
+    ),
+    "deepseek-ai/DeepSeek-V3": (
+        MTP, LLAMA | DEEPSEEK | {"num_nextn_predict_layers": 1, "model_type": "deepseek_v3"},
+        "q_lora_rank=8, kv_lora_rank=8",
+    ),
+}  # fmt: skip
+"""Settings of a head, its folder's config.json, and the name in the refusal or nothing."""
+MODULE = {"mimo": ("model.mtp_layers.0.", 1), "deepseek_v3": ("model.layers.3.", 0)}
+"""Names of a base's module: their prefix, and the column of `MODULES`."""
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_folders_load_and_draft_exactly_or_name_the_key(name: str, tmp_path: Path):
+    assert len(PUBLIC) >= 16
+    base, (settings, config, refused) = tiny.base(), PUBLIC[name]
+    torch.manual_seed(3)
+    head = build_head(LAYERS | settings, width=32, vocab_size=61)
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    if head.draft_ids is not None:
+        head.choose_vocabulary(torch.randperm(61))
+    write_published(tmp_path, head, config, *MODULE.get(config.get("model_type", ""), ()))
+    if refused:
+        with pytest.raises(InputError, match=refused) as caught:
+            load_head(tmp_path, base)
+        assert "\n" not in str(caught.value)
+        return
+    loaded = load_head(tmp_path, base).double()
+    bind_to_base(head.double(), base)
+    assert (loaded.kind, loaded.depth) == (head.kind, head.depth)
+    tokens = torch.randint(61, (2, 24), generator=torch.manual_seed(4))
+    drafts, expected = (
+        offline_logits(value, base.read(tokens, value.aux_layers), tokens)
+        for value in (loaded, head)
+    )
+    for result, reference in zip(drafts, expected, strict=True):
+        assert torch.equal(result, reference)
+    continuations = [text[:12] for text in tiny.continuations()]
+    assert generate(base, loaded, tiny.prompts(), max_new_tokens=12).tokens == continuations
 
 
 PEAGLE = {"kind": "eagle3", "parallel": True, "num_layers": 2}
