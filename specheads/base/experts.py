@@ -28,18 +28,23 @@ def choose_experts(model: PreTrainedModel, modules: Sequence[Any]) -> None:
     config: Any = model.config.get_text_config()
     if not modules or config._experts_implementation != GROUPED:
         return
+    config._experts_implementation = implementation_for(modules[0])
+
+
+def implementation_for(module: nn.Module) -> str:
+    """Return transformers' implementation of experts that torch has for their weights."""
     # others are quantised, and have code of their own
     matrices = [
         matrix
-        for matrix in modules[0].parameters(recurse=False)
+        for matrix in module.parameters(recurse=False)
         if matrix.ndim == 3 and matrix.dtype in DTYPES
     ]
-    if any(
+    lacks_product = any(
         matrix.dtype == torch.float64 or size * matrix.itemsize % 16
         for matrix in matrices
         for size in matrix.shape[1:]
-    ):
-        config._experts_implementation = "eager"
+    )
+    return "eager" if lacks_product else GROUPED
 
 
 @contextmanager

@@ -1,24 +1,29 @@
 """MTP: numbers of other projects, modules of bases, and training states that equal drafts."""
 
+import importlib
 import itertools
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, modeling_layers
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features
 from specheads.core.features import Committed
 from specheads.decoding.generate import generate
+from specheads.export.write import export_head
 from specheads.heads.kinds import mtp
 from specheads.heads.load import load_head, resume_head
 from specheads.training.depth_loss import weights_of_depths
 from tests import tiny
+from tests.export.trained import train_head
 from tests.heads.golden import GOLDEN, close, expected
 from tests.heads.test_heads import make
 
@@ -116,7 +121,7 @@ def test_a_module_with_qwen3_next_s_names_is_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        ("model.layers.2.mlp.experts.0.up_proj.weight", "Unexpected key"),
+        ("model.layers.2.mlp.experts.0.up_proj.weight", r"mlp\.experts\.0\.gate_proj\.weight"),
         ("model.layers.2.mlp.shared_experts.up_proj.weight", "Unexpected key"),
         ("model.layers.2.self_attn.kv_a_proj_with_mqa.weight", "Unexpected key"),
         ("model.layers.3.eh_proj.weight", r"has 2: model\.layers\.2\., model\.layers\.3\.;"),
@@ -138,7 +143,7 @@ def test_unsupported_modules_are_refused_in_one_line(tensor: str, message: str, 
     [
         ({"hidden_act": "gelu"}, r"hidden_act='gelu' \(only 'silu'\)"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
+        ({"kv_lora_rank": 512, "n_routed_experts": 8}, "kv_lora_rank=512, n_routed_experts=8"),
         ({"num_attention_heads": 0}, "do not describe a head: ZeroDivisionError"),
     ],
 )
@@ -165,3 +170,112 @@ def test_a_base_and_its_mtp_head_load_from_one_folder(tmp_path: Path):
         assert torch.equal(value, head.state_dict()[name]), name
     decoding = generate(again, head.double().eval(), tiny.prompts(), max_new_tokens=12)
     assert decoding.tokens == generate(base, None, tiny.prompts(), max_new_tokens=12).tokens
+
+
+# modules with experts, by the classes of transformers
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "glm4_moe": {
+        **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1},
+        **{"topk_group": 1, "moe_intermediate_size": 16, "routed_scaling_factor": 2.5},
+        **{"norm_topk_prob": True, "first_k_dense_replace": 0, "attention_bias": True},
+        **{"use_qk_norm": True, "partial_rotary_factor": 0.5},
+    },
+    "qwen3_next": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        **{"shared_expert_intermediate_size": 24, "norm_topk_prob": True, "decoder_sparse_step": 1},
+        **{"partial_rotary_factor": 0.25, "layer_types": ["full_attention"] * 3},
+    },
+}
+CLASSES = {"glm4_moe": "Glm4Moe", "qwen3_next": "Qwen3Next"}
+NAMES = {"glm4_moe": ("model.layers.46.", 0), "qwen3_next": ("mtp.", 2)}
+EXPERT_BASE = {
+    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu"},
+    **{"max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+}
+
+
+def transformers_module(kind: str, folder: Path) -> tuple[Any, Any]:
+    """Write a module with experts as its base's project stores it; return its layer and rotary."""
+    config = AutoConfig.for_model(kind, **EXPERT_BASE | EXPERTS[kind], rope_theta=10_000.0)
+    config._attn_implementation = config._experts_implementation = "eager"
+    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    decoder, norm, rotary = (
+        getattr(modeling, CLASSES[kind] + part)
+        for part in ("DecoderLayer", "RMSNorm", "RotaryEmbedding")
+    )
+    torch.manual_seed(3)
+    layer = modeling_layers.MtpLayer(config, decoder, norm, layer_idx=1).double()
+    for value in [*layer.parameters(), *layer.buffers()]:
+        value.data.copy_((torch.randn(value.shape) * 0.3).float())
+    prefix, column = NAMES[kind]
+    tensors = {}
+    for name, value in layer.state_dict().items():
+        part, what = name.rsplit(".", 1)
+        ours = {"post_norm": "norm"}.get(part, f"layer.{part}")
+        inner = "layers.0." if prefix == "mtp." else ""
+        public = {ours: names[column] for ours, names in mtp.MODULES.items()}.get(ours)
+        public = public or inner + part.removeprefix("mtp_block.")
+        if "mlp.experts." not in name:
+            tensors[f"{prefix}{public}.{what}"] = value
+            continue
+        # a matrix of each expert
+        for index, matrix in enumerate(value):
+            halves = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            for key, half in (halves if "gate" in name else {"down_proj": matrix}).items():
+                tensors[f"{prefix}{public}.{index}.{key}.weight"] = half
+    singles = {name: value.float().contiguous() for name, value in tensors.items()}
+    save_file(singles, folder / "model.safetensors")
+    settings = EXPERT_BASE | EXPERTS[kind] | {"model_type": kind, "rope_theta": 10_000.0}
+    (folder / "config.json").write_text(json.dumps(settings | {"num_nextn_predict_layers": 1}))
+    return layer, rotary(config)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_a_module_with_experts_drafts_as_transformers_layer(kind: str, tmp_path: Path):
+    layer, rotary = transformers_module(kind, tmp_path)
+    head = loaded(tmp_path).double()
+    embedding, projection = torch.randn(2, 61, 32)
+    head.bind(embedding, projection)
+    hidden, tokens = torch.randn(2, 12, 32), torch.randint(61, (2, 12))
+    positions = torch.arange(11).expand(2, -1)
+    mask = torch.full((11, 11), -torch.inf).triu(1).expand(2, 1, -1, -1)
+    embedded = embedding[tokens[:, 1:]]
+    out = layer(embedded, hidden[:, :-1], rotary(embedded, positions), mask, positions, None)
+    state = next(head.states(Features(hidden), tokens))
+    # transformers computes norms and routes in float32
+    close(head.logits(state, 0)[:, :-1], out @ projection.T, 1e-5)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_a_module_with_experts_is_tuned_and_written_back(kind: str, tmp_path: Path):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    transformers_module(kind, folder)
+    module, settings = (
+        load_file(folder / "model.safetensors"),
+        json.loads((folder / "config.json").read_text()),
+    )
+    config = AutoConfig.for_model(**settings)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    # transformers leaves the module out
+    save_file(load_file(folder / "model.safetensors") | module, folder / "model.safetensors")
+    base = FrozenBase.load(folder, dtype="float64", device="cpu")
+    head = resume_head(folder, base, "mtp")
+    before = {name: value.clone() for name, value in head.state_dict().items()}
+    prompts = tiny.prompts()
+    texts = list(zip(prompts, generate(base, None, prompts, max_new_tokens=24).tokens, strict=True))
+    train_head(head.double(), base, torch.tensor([(a + b)[:24] for a, b in texts]), 3, 1e-2)
+    _, parity = export_head(head, base, "base", tmp_path / "out", texts)
+    assert parity.largest_difference < 1e-5
+    again = loaded(tmp_path / "out").state_dict()
+    changed = {
+        name for name, value in head.state_dict().items() if not torch.equal(value, before[name])
+    }
+    assert changed >= {name for name in before if "gate_up_proj" in name or "q_proj" in name}
+    for name, value in head.state_dict().items():
+        close(again[name], value.float(), 1e-6)
+    assert generate(base, head.eval(), prompts, max_new_tokens=24).tokens == [b for _, b in texts]

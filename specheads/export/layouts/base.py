@@ -22,7 +22,7 @@ from specheads.export.layouts._shared import (
     drafted_tokens,
 )
 from specheads.heads.checkpoint import read_settings, read_tensors
-from specheads.heads.kinds.mtp import module_names, read_public
+from specheads.heads.kinds.mtp import from_public, module_names, read_public, to_public
 from specheads.heads.load import copy_head
 
 ABOUT = "a copy of the base, for transformers, vLLM and all that draft with its own module"
@@ -31,6 +31,7 @@ ABOUT = "a copy of the base, for transformers, vLLM and all that draft with its 
 SETTINGS = (
     *("attention_heads", "key_value_heads", "head_dim", "inner_dim", "rope_theta", "rope_scaling"),
     *("hidden_first", "qk_norm", "attention_bias", "epsilon"),
+    *("rotary_share", "output_gate", "experts"),
 )
 
 
@@ -43,14 +44,16 @@ def checkpoint(base: BaseEnds) -> Path:
 
 def write(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the tensors of the module, by the names and in the dtypes of the base's own."""
-    folder, weights, stored = checkpoint(base), head.state_dict(), copy_head(head)
+    folder, stored, gate = checkpoint(base), copy_head(head), head.config.output_gate
+    weights = to_public(head.state_dict(), output_gate=gate)
     base_tensors = read_tensors(folder)
     _, names = module_names(base_tensors)
     tensors = {
         public: weights[name].cpu().to(base_tensors[public].dtype).contiguous()
         for public, name in names.items()
     }
-    stored.load_state_dict({name: tensors[public] for public, name in names.items()})
+    read = {name: tensors[public] for public, name in names.items()}
+    stored.load_state_dict(from_public(read, output_gate=gate))
     settings = {"method": "mtp", "num_speculative_tokens": drafted_tokens(head)}
     config = shlex.quote(json.dumps(settings))
     line = f"{VLLM_SERVER} {shlex.quote(str(out))} --speculative-config {config}"

@@ -4,6 +4,7 @@ Source: DeepSeek-V3, arXiv:2412.19437, 2.2; FastMTP, arXiv:2509.18362, which sha
 all levels; the modules of Qwen3-Next and MiMo.
 """
 
+import importlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,11 +13,13 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import AutoConfig
 
+from specheads.base.experts import implementation_for
 from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
-from specheads.core.ranges import Depth, LayerIndex, PositiveFloat
+from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, Probability
 from specheads.heads.checkpoint import (
     PLAIN,
     fill_head,
@@ -44,6 +47,14 @@ class Config(AttentionConfig):
     """Whether the queries and keys of each head are normalised, as in Qwen3."""
     attention_bias: bool = False
     """Whether queries, keys and values have biases, as in Qwen2 and MiMo."""
+    rotary_share: Probability = 1.0
+    """Share of the channels of each attention head that the rotary embedding rotates."""
+    output_gate: bool = False
+    """Whether queries also give a gate of attention's output, as in Qwen3-Next. The norms of a
+    base's own module then lack 1, which its reader adds."""
+    experts: dict[str, Any] = field(default_factory=dict)
+    """Settings of experts in place of the MLP, by transformers' names, with a base's `model_type`:
+    glm4_moe or qwen3_next. Empty is a plain MLP."""
     init_from_base: bool = False
     """Whether its first layer starts as the base's last one, with its sizes and rotary embedding
     unless they are set. Trained heads do not store this."""
@@ -71,7 +82,9 @@ class Head(FeedbackHead):
         norms = {name: RMSNorm(width, config.epsilon) for name in ("enorm", "hnorm")}
         self.layer = nn.ModuleDict(norms)
         self.layer["eh_proj"] = nn.Linear(2 * width, width, bias=False)
-        self.layer["mtp_block"] = LlamaLayer(config, width)
+        self.layer["mtp_block"] = layer = LlamaLayer(config, width)
+        if config.experts:
+            layer.add_module("mlp", build_experts(config.experts, width))
         self.norm = RMSNorm(width, config.epsilon)
 
     @torch.no_grad()
@@ -102,6 +115,78 @@ class Head(FeedbackHead):
         return self.layer["eh_proj"](torch.cat(inputs, dim=-1))
 
 
+EXPERTS = {"glm4_moe": "Glm4MoeMoE", "qwen3_next": "Qwen3NextSparseMoeBlock"}
+"""transformers' classes of an MLP with experts, by the `model_type` of a base."""
+EXPERT_SETTINGS = (
+    *("model_type", "num_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob"),
+    *("routed_scaling_factor", "n_group", "topk_group"),
+)
+"""Settings of these classes."""
+OF_OTHER_LAYERS = (
+    *("first_k_dense_replace", "use_qk_norm", "decoder_sparse_step", "full_attention_interval"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+"""Settings of bases with experts that do not matter here, or that the tensors decide."""
+
+
+def build_experts(settings: Mapping[str, Any], width: int) -> nn.Module:
+    """Make transformers' MLP with experts for these settings, with random weights."""
+    kind = settings.get("model_type")
+    if kind not in EXPERTS or not {*settings} <= {*EXPERT_SETTINGS}:
+        raise InputError(
+            f"head.experts needs a model_type of {', '.join(EXPERTS)} and may have "
+            f"{', '.join(EXPERT_SETTINGS[1:])}, got {dict(settings)!r:.200}; correct it"
+        )
+    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    block = getattr(modeling, EXPERTS[kind])(AutoConfig.for_model(**settings, hidden_size=width))
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    block.experts.register_forward_pre_hook(_choose_implementation)
+    return block
+
+
+def _choose_implementation(experts: Any, _: Any) -> None:
+    """Compute experts as torch can for their dtype and sizes."""
+    experts.config._experts_implementation = implementation_for(experts)
+
+
+MLP = "layer.mtp_block.mlp."
+EXPERT = re.compile(re.escape(MLP) + r"experts\.(\d+)\.")
+
+
+def from_public(weights: Mapping[str, Tensor], *, output_gate: bool) -> dict[str, Tensor]:
+    """Stack the matrices of all experts, as transformers does, and complete the norms."""
+    weights = _shift_norms(weights, 1) if output_gate else dict(weights)
+    count = 1 + max((int(match[1]) for match in map(EXPERT.match, weights) if match), default=-1)
+    parts: dict[str, list[Tensor]] = {"gate": [], "up": [], "down": []}
+    for part, matrices in parts.items():
+        names = (f"{MLP}experts.{index}.{part}_proj.weight" for index in range(count))
+        matrices += [weights.pop(name) for name in names]
+    if count:
+        gates, ups, downs = map(torch.stack, parts.values())
+        weights[f"{MLP}experts.gate_up_proj"] = torch.cat([gates, ups], dim=1)
+        weights[f"{MLP}experts.down_proj"] = downs
+    return weights
+
+
+def to_public(weights: Mapping[str, Tensor], *, output_gate: bool) -> dict[str, Tensor]:
+    """Undo `from_public`."""
+    weights = _shift_norms(weights, -1) if output_gate else dict(weights)
+    joint = weights.pop(f"{MLP}experts.gate_up_proj", None)
+    if joint is not None:
+        matrices = [*joint.chunk(2, dim=1), weights.pop(f"{MLP}experts.down_proj")]
+        for part, stack in zip(("gate", "up", "down"), matrices, strict=True):
+            for index, matrix in enumerate(stack):
+                weights[f"{MLP}experts.{index}.{part}_proj.weight"] = matrix
+    return weights
+
+
+def _shift_norms(weights: Mapping[str, Tensor], by: int) -> dict[str, Tensor]:
+    return {name: value + by if "norm" in name else value for name, value in weights.items()}
+
+
 PROJECTION = re.compile(
     r"(model\.layers\.\d+\.|(?:model\.)?mtp_layers\.\d+\.|mtp\.)(?:eh_proj|input_proj|fc)\.weight"
 )
@@ -125,7 +210,7 @@ UNREAD = (
     *("mlp_layer_types", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("norm_topk_prob", "router_aux_loss_coef"),
 )
-"""A section, and settings without effect: one layer is applied again and again, without experts."""
+"""A section, and settings without effect: one layer is applied again and again."""
 
 
 def module_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
@@ -164,18 +249,24 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     if not names:
         return None
     weights = {name: tensors[public_name] for public_name, name in names.items()}
+    has_experts = any(map(EXPERT.match, weights))
     nested = (config.get(name, {}) for name in ("text_config", "transformer_layer_config"))
     sections = [config, *nested]
     settings = {name: value for section in sections for name, value in section.items()}
     rope = settings.get("rope_parameters") or {}
     # some bases have one for each kind of attention
-    settings["rope_parameters"] = rope.get("full_attention", rope)
+    rope = dict(rope.get("full_attention", rope))
+    settings["rope_parameters"] = rope
+    share = rope.pop("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
+    fixed = FIXED | fixed_without_window(settings | ({"layer_types": None} if has_experts else {}))
+    del fixed["partial_rotary_factor"]
     refuse_unused(
         "mtp",
         *sections,
         config.get("speculators_config", {}),
-        used=(*LAYERS, *SPECULATORS, *UNREAD),
-        fixed=FIXED | fixed_without_window(settings),
+        used=(*LAYERS, *SPECULATORS, *UNREAD, "partial_rotary_factor")
+        + ((*EXPERT_SETTINGS, *OF_OTHER_LAYERS) if has_experts else ()),
+        fixed=fixed,
         remedy="train head=mtp instead",
     )
     attention = "layer.mtp_block.self_attn."
@@ -184,9 +275,13 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         "hidden_first": prefix.startswith("model.mtp_layers."),
         "qk_norm": f"{attention}q_norm.weight" in weights,
         "attention_bias": f"{attention}q_proj.bias" in weights,
+        "rotary_share": share,
+        "output_gate": has_experts and settings.get("model_type") == "qwen3_next",
     }
+    if has_experts:
+        values["experts"] = {name: settings[name] for name in EXPERT_SETTINGS if name in settings}
     rows = len(weights[f"{attention}q_proj.weight"])
     values["head_dim"] = values["head_dim"] or rows // values["attention_heads"]
     head = Head(Config(**values), settings["hidden_size"], settings["vocab_size"])
-    fill_head(head, weights)
+    fill_head(head, from_public(weights, output_gate=head.config.output_gate))
     return head

@@ -62,9 +62,10 @@ class Attention(nn.Module):
     """Rotary attention with grouped keys and values, and parameter names of Llama.
 
     `config` has the settings of `AttentionConfig`, `rope_theta` and, for some kinds,
-    `rope_scaling`, `attention_bias` (as in Qwen2), `qk_norm` (as in Qwen3) and `attention_sink` (as
-    in gpt-oss). An `input_width` of zero is the width of the output. With `queries_only`, keys and
-    values are those of another module of the same sizes.
+    `rope_scaling`, `rotary_share` (as in GLM-4.5), `attention_bias` (as in Qwen2), `qk_norm` (as in
+    Qwen3), `output_gate` (as in Qwen3-Next) and `attention_sink` (as in gpt-oss). An `input_width`
+    of zero is the width of the output. With `queries_only`, keys and values are those of another
+    module of the same sizes.
     """
 
     def __init__(
@@ -80,10 +81,12 @@ class Attention(nn.Module):
                 f"got {num_shared}, {num_heads} and {size}; set them under head="
             )
         self.rope = rope(config.rope_theta, getattr(config, "rope_scaling", {}))
+        self.rotary_share = getattr(config, "rotary_share", 1.0)
+        self.has_gate = bool(getattr(config, "output_gate", False))
         bias = getattr(config, "attention_bias", False)
         self.q_proj, self.k_proj, self.v_proj = (
             nn.Linear(input_width or width, heads * size, bias=bias)
-            for heads in (num_heads, num_shared, num_shared)
+            for heads in (num_heads * (1 + self.has_gate), num_shared, num_shared)
         )
         if queries_only:
             del self.k_proj, self.v_proj
@@ -99,7 +102,8 @@ class Attention(nn.Module):
         self, inputs: Tensor, positions: Int[Tensor, "batch time"]
     ) -> Float[Tensor, "row shared 2 time width"]:
         """Return keys and values."""
-        keys = rotate(self.rope, self.k_norm(self._split_heads(self.k_proj(inputs))), positions)
+        keys = self.k_norm(self._split_heads(self.k_proj(inputs)))
+        keys = rotate(self.rope, keys, positions, self.rotary_share)
         return torch.stack([keys, self._split_heads(self.v_proj(inputs))], dim=2)
 
     def forward(
@@ -109,8 +113,12 @@ class Attention(nn.Module):
 
         Only differences of `positions` matter.
         """
-        queries = self.q_norm(self._split_heads(self.q_proj(inputs)))
-        queries = rotate(self.rope, queries, positions)
+        projected, gate = self.q_proj(inputs), None
+        if self.has_gate:
+            projected, gate = projected.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
+            projected = projected.flatten(2)
+        queries = self.q_norm(self._split_heads(projected))
+        queries = rotate(self.rope, queries, positions, self.rotary_share)
         if self.attention_sink_bias is not None:
             queries = _add_sink_logit(queries, self.attention_sink_bias)
             context = _add_sink_slot(context)
@@ -124,7 +132,8 @@ class Attention(nn.Module):
         else:
             documents, window = context.documents, context.window
             mixed = path_attention(queries, context.text, context.path, documents, window)
-        return self.o_proj(mixed[..., : self.head_dim].transpose(1, 2).flatten(2))
+        mixed = mixed[..., : self.head_dim].transpose(1, 2)
+        return self.o_proj((mixed if gate is None else mixed * gate.sigmoid()).flatten(2))
 
     def _split_heads(self, values: Tensor) -> Tensor:
         return values.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -49,9 +49,18 @@ def rope(theta: float, scaling: Mapping[str, Any]) -> Rope:
 
 
 def rotate(
-    rope: Rope, values: Float[Tensor, "batch path time width"], positions: Int[Tensor, "row time"]
+    rope: Rope,
+    values: Float[Tensor, "batch path time width"],
+    positions: Int[Tensor, "row time"],
+    share: float = 1.0,
 ) -> Float[Tensor, "batch path time width"]:
-    """Rotate channels i and i + half of each head by their angle at the position."""
+    """Rotate channels i and i + half of each head by their angle at the position.
+
+    Only the first `share` of the channels is rotated.
+    """
+    if (size := int(values.shape[-1] * share)) < values.shape[-1]:
+        rotated = rotate(rope, values[..., :size], positions)
+        return torch.cat([rotated, values[..., size:]], dim=-1)
     dtype = torch.get_default_dtype()
     frequencies, factor = _frequencies(rope, values.shape[-1], values.device, dtype)
     angles = positions[:, None, :, None] * frequencies
