@@ -6,7 +6,7 @@ that loads them.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,13 @@ from specheads.config.shared import (
 from specheads.config.training import Phase, Schedule, ValidationSettings
 from specheads.core.errors import InputError, one_line
 from specheads.core.files import MAX_SETTINGS_BYTES, refuse_outside
-from specheads.core.ranges import FolderName, check_fields, check_value
+from specheads.core.ranges import (
+    FolderName,
+    check_fields,
+    check_value,
+    group_of,
+    setting_hints,
+)
 
 MAX_DEPTH = 20
 """Deepest nesting that is read; our own settings have six levels."""
@@ -240,7 +246,6 @@ def _renamed(settings: dict[str, Any], resumes: bool) -> dict[str, Any]:
         features |= {"source": "cache", "max_gib": cache_settings["gib"]}
         features["folder"] = cache_settings["folder"]
     for phase in settings.get("schedule", {}).get("phases", {}).values():
-        phase.setdefault("lk_eta", 3.0)
         for former, value in REMOVED.items():
             if not resumes or phase.get(former) == value:
                 phase.pop(former, None)
@@ -271,7 +276,30 @@ def differences(
     else:
         for key in {**after, **before}:
             inner = before.get(key), after.get(key), f"{name}.{key}".lstrip(".")
+            if key not in before and _is_default(inner[2], after[key]):
+                # the run is older than the setting
+                continue
             yield from differences(*inner, after_divergence=after_divergence)
+
+
+def _is_default(name: str, value: Any) -> bool:
+    return any(fnmatchcase(name, pattern) and value == default for pattern, default in _defaults())
+
+
+@cache
+def _defaults() -> list[tuple[str, Any]]:
+    """Return the full name and the default of each setting of training that has a plain one."""
+
+    def walk(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+        hints = setting_hints(group)
+        for item in fields(group):
+            name, hint = f"{prefix}{item.name}", hints[item.name]
+            if item.default is not MISSING:
+                yield name, item.default
+            if inner := group_of(hint):
+                yield from walk(inner, f"{name}.{'*.' if 'dict[' in str(hint) else ''}")
+
+    return list(walk(Train, ""))
 
 
 @cache

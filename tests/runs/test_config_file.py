@@ -1,5 +1,6 @@
 """config.yaml: hostile files are refused, and our own files are read back."""
 
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,12 @@ def test_run_with_a_removed_setting_that_counts_is_measured_and_not_resumed(
     changes = [] if weighting == "geometric" else [("schedule.phases.a.weighting", weighting, None)]
     assert read_settings(file) == today
     assert list(differences(read_settings(file, resumes=True), today)) == changes
+
+
+def test_a_run_that_is_older_than_a_setting_resumes_with_its_default_only():
+    today = asdict(compose.settings_of("train", ["recipe=tiny_code"]))
+    older = deepcopy(today)
+    del older["schedule"]["phases"]["corpus"]["lk_eta"]
+    assert list(differences(older, today)) == []
+    today["schedule"]["phases"]["corpus"]["lk_eta"] = 1.0
+    assert list(differences(older, today)) == [("schedule.phases.corpus.lk_eta", None, 1.0)]
