@@ -133,7 +133,10 @@ def repeat_mask(mask: Tensor, group: int) -> Tensor:
 def attend_folded(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
 ) -> Tensor:
-    """Return attention (batch, node, heads, width), with query heads folded into nodes."""
+    """Return attention (batch, node, heads, width), with query heads folded into nodes.
+
+    `mask` is already repeated for each head of a group: `repeat_mask`.
+    """
     batch, heads, nodes, width = query.shape
     query = query.reshape(batch, key.shape[1], -1, width)
     # the compiler would make graphs of the kernel's own cases

@@ -45,7 +45,7 @@ REMOVED: dict[str, Any] = {"weighting": "geometric", "own_drafts": 0.0, "depth_w
 def check(settings: Any, name: str = "") -> None:
     """Refuse settings with a wrong type, out of range, unknown, or in contradiction.
 
-    `where` is the full name of the settings, such as `schedule`; empty for those of a command.
+    `name` is the full name of the settings, such as `schedule`; empty for those of a command.
     """
     for schedule in (settings, getattr(settings, "schedule", None)):
         if isinstance(schedule, Schedule):

@@ -38,7 +38,7 @@ def prepend_context(
 
     def fill(prompt: Prompt, length: int, end: int) -> Prompt:
         begin = end - (length - len(prompt.tokens) - len(separator))
-        text, question = ids[begin:end] + separator, prompt.question
+        text, question = ids[begin:end] + separator, prompt.question_start
         return replace(prompt, tokens=prompt.tokens[:question] + text + prompt.tokens[question:])
 
     return [

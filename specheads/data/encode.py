@@ -154,7 +154,7 @@ class ChatRenderer:
 
     def _apply_any_form(self, messages: Messages, tools: Tools, **options: Any) -> Any:
         """Apply the template to the form of content and of arguments that it reads."""
-        if self._null_content:
+        if self._template_prefix:
             messages = list(map(_without_content, messages))
         if self._reads_parts:
             messages = [
@@ -184,7 +184,7 @@ class ChatRenderer:
         return self.tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) if tools else None,
-            chat_template=self._null_content + self._source(tools),
+            chat_template=self._template_prefix + self._source(tools),
             date_string=DATE,
             **self._thinking,
             **options,
@@ -203,14 +203,14 @@ class ChatRenderer:
         return not is_rendered(QUESTION_TEXT) and is_rendered(_text_parts(QUESTION_TEXT))
 
     @cached_property
-    def _null_content(self) -> str:
+    def _template_prefix(self) -> str:
         """What the template needs before it, if it writes calls next to null as content only."""
         function = {"name": ANSWER_TEXT, "arguments": {}}
         calls = [{"id": "abcdefghi", "type": "function", "function": function}]
         call = {"role": "assistant", "content": "", "tool_calls": calls}
         for prefix, message in (("", call), (NULL_CONTENT, _without_content(call))):
             # the property has this value while the probe is rendered
-            self.__dict__["_null_content"] = prefix
+            self.__dict__["_template_prefix"] = prefix
             with suppress(Exception):
                 probe = [QUESTION, message]
                 if ANSWER_TEXT in self._apply_with_calls(probe, None, tokenize=False):

@@ -50,7 +50,7 @@ def contains_answer(text: str, answer: dict[str, Any]) -> bool:
     text, calls = strip_spaces(text), [call["function"] for call in answer.get("tool_calls", ())]
     names = Counter(strip_spaces(call["name"]) for call in calls)
     values = [answer["content"].rpartition("</think>")[2]]
-    values += [value for call in calls for value in _json_leaves(call["arguments"])]
+    values += [value for call in calls for value in _keys_and_values(call["arguments"])]
     return all(text.count(name) >= count for name, count in names.items()) and all(
         any(strip_spaces(spelling) in text for spelling in _spellings(value)) for value in values
     )
@@ -72,15 +72,15 @@ def _normalise(tokenizer: Tokenizer, text: str) -> str:
     return decode_ids(tokenizer, ids)
 
 
-def _json_leaves(value: Any) -> Iterator[Any]:
+def _keys_and_values(value: Any) -> Iterator[Any]:
     """Yield the keys and the values in nested JSON."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield key
-            yield from _json_leaves(inner)
+            yield from _keys_and_values(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from _json_leaves(inner)
+            yield from _keys_and_values(inner)
     else:
         yield value
 

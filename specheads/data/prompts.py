@@ -46,7 +46,7 @@ class Prompt:
     source: str = ""
     """The file, conversation or row it comes from; prompts of one source are similar. Empty means
     a source of its own."""
-    question: int = 0
+    question_start: int = 0
     """Index of the first token of the question, before which `prepend_context` puts text."""
     input_length: str = ""
     """The set's own name for its length, such as "8k"."""
@@ -278,7 +278,7 @@ def _encode_question(asked: Question, tokenizer: Tokenizer, thinking: bool | Non
         category=next((str(row[name]) for name in CATEGORY_COLUMNS if row.get(name)), ""),
         text=text,
         source=asked.location,
-        question=first,
+        question_start=first,
         input_length=str(row.get("input_length") or ""),
         thinking={True: "on", False: "off", None: ""}[thinking],
     )

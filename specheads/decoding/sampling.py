@@ -253,13 +253,14 @@ class SamplingState:
         """
         if path_lengths is None:
             path_lengths = torch.full_like(paths[..., 0], paths.shape[-1])
-        scores, lengths, depths = scores.clone(), self.lengths.tolist(), path_lengths.tolist()
+        scores, lengths = scores.clone(), self.lengths.tolist()
+        prefix_lengths = path_lengths.tolist()
         for row, processors in enumerate(self.processors):
             # from the root on, because constraints know a prefix by the one before it
-            for depth in sorted({*depths[row]} - {0}) if processors else ():
-                nodes = (path_lengths[row] == depth).nonzero()[:, 0]
+            for length in sorted({*prefix_lengths[row]} - {0}) if processors else ():
+                nodes = (path_lengths[row] == length).nonzero()[:, 0]
                 text = self.text[row, : lengths[row]].expand(len(nodes), -1)
-                prefixes = torch.cat([text, paths[row, nodes, :depth]], dim=1)
+                prefixes = torch.cat([text, paths[row, nodes, :length]], dim=1)
                 scores[row, nodes] = processors(cast(Any, prefixes), scores[row, nodes])
         return scores
 

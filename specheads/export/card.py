@@ -242,5 +242,5 @@ def _engines(
             export = (
                 f"specheads export head={head_path} base={base_words} engine={engine} out=served"
             )
-            lines = [export, *layout.write(head, public_base, Path("served")).serve]
+            lines = [export, *layout.make_folder(head, public_base, Path("served")).serve]
             yield module.ABOUT, f"{status}: {layout.note}", lines

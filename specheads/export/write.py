@@ -169,7 +169,7 @@ def export_head(
     is_merged = bool(base.adapter)
     if is_merged:
         base.location = str(out / MERGED_BASE)
-    folder = layout.write(head, base, out)
+    folder = layout.make_folder(head, base, out)
     if folder.copied and out.is_relative_to(folder.copied.resolve()):
         raise InputError(
             f"out= must not be inside the base's folder, which is copied, got {out}; name another"

@@ -142,7 +142,7 @@ def _plan_step(
     if sharding:
         # shapes are those of a base that is not sharded
         elsewhere = 1 - 1 / sharding.mesh.size()
-        room_bytes += elsewhere * training.weights_memory().base_weights_bytes
+        room_bytes += elsewhere * training.fixed_memory().base_weights_bytes
     return training, room_bytes, row_share(sharding, accelerator).world_size
 
 

@@ -104,7 +104,7 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
+class TrainingStepCost:
     """What a step costs one process."""
 
     memory: StageMemory
@@ -154,7 +154,7 @@ class MetaTraining:
         )
         """Bytes of a token's features in a cache, or in a server's file."""
 
-    def weights_memory(self) -> StageMemory:
+    def fixed_memory(self) -> StageMemory:
         """Return the memory that does not depend on the batch."""
         size = self.base.dtype.itemsize
         # mixed precision keeps a second copy during a step
@@ -165,7 +165,7 @@ class MetaTraining:
             optimizer_state_bytes=self.optimizer_bytes,
         )
 
-    def measure_step(self, phase: ScheduledPhase, rows: int) -> StepCost:
+    def measure_step(self, phase: ScheduledPhase, rows: int) -> TrainingStepCost:
         """Return the cost of a step with `rows` rows in a process, before the optimizer."""
         self.teacher.begin(phase)
         micro_batches = phase.settings.accumulation_steps
@@ -188,11 +188,11 @@ class MetaTraining:
             fetched_tokens = FETCHED_BATCHES * micro_batches * batch.tokens.numel()
             fetched_bytes = fetched_tokens * self.feature_bytes_per_token
         memory = replace(
-            self.weights_memory(),
+            self.fixed_memory(),
             activations_bytes=peak_bytes,
             fetched_features_bytes=fetched_bytes,
         )
-        return StepCost(memory, flops / (passes * rows))
+        return TrainingStepCost(memory, flops / (passes * rows))
 
     def text_memory(self, distill: DistillSettings) -> StageMemory:
         """Return the peak of text generation with the local engine."""
@@ -206,7 +206,7 @@ class MetaTraining:
         rows = distill.batch_size + distill.batch_size // REFILL
         slots = rows * (text_tokens(distill) + 2 * self.head.depth)
         return replace(
-            self.weights_memory(),
+            self.fixed_memory(),
             keys_and_values_bytes=slots * self.base.slot_bytes + rows * state_bytes,
             activations_bytes=memory.peak,
         )

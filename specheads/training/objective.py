@@ -91,23 +91,28 @@ class LabelRows:
     """The positions before the labels: one for each depth, or for all if they share labels."""
 
 
-def label_rows(labels: DraftLabels, *, of_anchors: bool) -> LabelRows:
+def label_rows(labels: DraftLabels, *, from_anchors: bool) -> LabelRows:
     """Return the rows of the losses, padded with rows without labels.
 
-    Every depth drafts a label from another position, or from each anchor another label. The number
+    Depth k drafts label j from position j - 2 - k (docs/index_convention.md); with anchors each
+    depth drafts another label from the anchor. The number
     of rows is a shape: this synchronises with a GPU once a step.
     """
-    rows, positions = labels.is_drafted().nonzero(as_tuple=True)
-    count, missing = len(rows), -len(rows) % FULL_ROWS
-    rows, positions = (torch.cat([index, index[:1].expand(missing)]) for index in (rows, positions))
-    is_filling = torch.arange(len(rows), device=rows.device) >= count
-    by_depth = labels.by_depth[rows, positions].masked_fill(is_filling[:, None], ABSENT)
+    batch_rows, positions = labels.is_drafted().nonzero(as_tuple=True)
+    count, missing = len(batch_rows), -len(batch_rows) % FULL_ROWS
+    batch_rows, positions = (
+        torch.cat([index, index[:1].expand(missing)]) for index in (batch_rows, positions)
+    )
+    is_filling = torch.arange(len(batch_rows), device=batch_rows.device) >= count
+    by_depth = labels.by_depth[batch_rows, positions].masked_fill(is_filling[:, None], ABSENT)
     depths, last = range(by_depth.shape[1]), labels.loss_mask.shape[1] - 1
-    if of_anchors:
+    if from_anchors:
         # a depth past the end of the row has no label, and any hidden state
         before = [(positions + depth - 1).clamp(max=last) for depth in depths]
-        return LabelRows(rows, by_depth, [positions - 2] * len(depths), before)
-    return LabelRows(rows, by_depth, [positions - 2 - depth for depth in depths], [positions - 1])
+        return LabelRows(batch_rows, by_depth, [positions - 2] * len(depths), before)
+    return LabelRows(
+        batch_rows, by_depth, [positions - 2 - depth for depth in depths], [positions - 1]
+    )
 
 
 class Objective(nn.Module):
@@ -133,7 +138,7 @@ class Objective(nn.Module):
         """
         counts = counts or labels.count(batch)
         drafting = drafting_positions(self.head, labels)
-        rows = label_rows(labels, of_anchors=self.head.num_anchors > 0)
+        rows = label_rows(labels, from_anchors=self.head.num_anchors > 0)
         hidden = features.hidden.detach()
         with record_function("head"):
             states = []

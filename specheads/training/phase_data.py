@@ -161,11 +161,11 @@ class PhaseData:
         return text
 
     def _generate(
-        self, phase: str, display: Progress, halt: Callable[[], None]
+        self, name: str, display: Progress, halt: Callable[[], None]
     ) -> TokenisedDocuments:
         """Return the text that the base generated for a phase; generate what is missing."""
-        job = replace(self._jobs[phase], head=self.head)
-        self._show_stage(f"text of {phase}", display)
+        job = replace(self._jobs[name], head=self.head)
+        self._show_stage(f"text of {name}", display)
         report = write_folder(job, display, halt)
         if report and (dropped := report["dropped"]):
             reasons = ", ".join(f"{fault}: {count:,}" for fault, count in dropped.items())
@@ -175,12 +175,12 @@ class PhaseData:
             )
         return read_text(job.folder, job.settings.num_samples)
 
-    def _pack(self, documents: TokenisedDocuments, phase: Phase) -> PackedText:
+    def _pack(self, documents: TokenisedDocuments, settings: Phase) -> PackedText:
         return self._packed_text(
-            documents if phase.answers_only else documents.without_loss_mask(),
-            sequence_length=phase.sequence_length,
-            batch_size=phase.batch_size,
-            packing=phase.packing,
+            documents if settings.answers_only else documents.without_loss_mask(),
+            sequence_length=settings.sequence_length,
+            batch_size=settings.batch_size,
+            packing=settings.packing,
             rank=self.share.rank,
             world_size=self.share.world_size,
         )

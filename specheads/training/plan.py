@@ -32,7 +32,7 @@ from specheads.training.batch_sizes import (
 from specheads.training.memory import (
     MetaTraining,
     StageMemory,
-    StepCost,
+    TrainingStepCost,
     meta_base,
     planned_teacher,
     random_batch,
@@ -184,7 +184,7 @@ def plan_training(settings: Train, accelerator: Accelerator) -> TrainingPlan:
 def _memory_by_stage(
     training: MetaTraining,
     phases: list[ScheduledPhase],
-    steps: dict[str, StepCost],
+    steps: dict[str, TrainingStepCost],
     libraries_bytes: int,
 ) -> dict[str, StageMemory]:
     memory = {}
@@ -272,7 +272,7 @@ def _measure_seconds(action: Callable[[], object], times: int) -> float:
     return median(seconds[1:])
 
 
-def _work_of(training: MetaTraining, phase: ScheduledPhase, step: StepCost) -> PhaseWork:
+def _work_of(training: MetaTraining, phase: ScheduledPhase, step: TrainingStepCost) -> PhaseWork:
     settings, data = phase.settings, training.settings.data
     rows = settings.steps * settings.batch_size
     tokens = rows * row_tokens(settings, data, training.base.max_length)

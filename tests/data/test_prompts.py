@@ -253,7 +253,10 @@ def test_context_is_text_before_the_question_and_a_longer_one_adds_to_its_front(
         near, far = prepend_context(questions, [40, 70], str(tmp_path / "a.txt"), reader)
         for plain, short, long in zip(questions.prompts, near.prompts, far.prompts, strict=True):
             assert (len(short.tokens), len(long.tokens)) == (40, 70)
-            before, after = plain.tokens[: plain.question], plain.tokens[plain.question :]
+            before, after = (
+                plain.tokens[: plain.question_start],
+                plain.tokens[plain.question_start :],
+            )
             added = 40 - len(before)
             assert long.tokens[: len(before)] == short.tokens[: len(before)] == before
             assert long.tokens[-added:] == short.tokens[-added:]

@@ -210,7 +210,7 @@ def test_head_of_experts_is_planned_exported_and_loaded(
     plain = ("schedule.phases.corpus.packing=none", "~schedule.phases.distilled")
     expected = settings_of(folder, f"head={kind}", *plain)
     training = MetaTraining(expected, torch.device("cpu"))
-    weights = training.weights_memory()
+    weights = training.fixed_memory()
     assert weights.base_weights_bytes == sum(
         parameter.nbytes for parameter in base.model.parameters()
     )

@@ -299,7 +299,7 @@ def test_gate_refuses_a_mutation_of_any_tensor(kind, engine, base, texts, tmp_pa
 
 def test_gate_refuses_a_wrong_writer_and_leaves_no_folder(base, texts, tmp_path, monkeypatch):
     layouts = engine_module("vllm").LAYOUTS
-    right = layouts["medusa"].write
+    right = layouts["medusa"].make_folder
 
     def write(head: Head, base: FrozenBase, out: Path) -> Folder:
         """Scale the logits of depth 1, which changes no draft."""
@@ -307,7 +307,7 @@ def test_gate_refuses_a_wrong_writer_and_leaves_no_folder(base, texts, tmp_path,
         folder.tensors["head.1.weight"] = folder.tensors["head.1.weight"] * 0.99
         return folder
 
-    monkeypatch.setitem(layouts, "medusa", replace(layouts["medusa"], write=write))
+    monkeypatch.setitem(layouts, "medusa", replace(layouts["medusa"], make_folder=write))
     rule = r"logits at depth 1 are 1.0e-02 of .* rounding explains 1.0e-04; nothing was written"
     with pytest.raises(ValueError, match=rule):
         export_head(make("medusa", base), base, "vllm", tmp_path / "out", texts)
@@ -597,7 +597,7 @@ def test_serving_command_drafts_the_right_number_of_tokens(
 
 def command(head: Head, base: FrozenBase, engine: str) -> str:
     """Return the serving command, which is the last of an export's lines."""
-    return find_layout(head, base, engine).write(head, base, OUT).serve[-1]
+    return find_layout(head, base, engine).make_folder(head, base, OUT).serve[-1]
 
 
 @pytest.mark.parametrize(

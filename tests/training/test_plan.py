@@ -25,7 +25,7 @@ from specheads.training.memory import (
     MetaTraining,
     PeakMemory,
     StageMemory,
-    StepCost,
+    TrainingStepCost,
     count_step_flops,
     flop_counter,
     planned_teacher,
@@ -113,7 +113,7 @@ def test_memory_and_flops_from_shapes_equal_real_steps(kind, source, folder, mon
     states = [state for optimizer in runner.optimizers for state in optimizer.state.values()]
     moments_bytes = sum(moment.nbytes for state in states for moment in state.values())
     assert training.optimizer_bytes == pytest.approx(moments_bytes, rel=0.01)
-    real_bytes = training.weights_memory().total_bytes + memory.peak
+    real_bytes = training.fixed_memory().total_bytes + memory.peak
     cost = training.measure_step(phase, 2)
     # the hidden states of later batches are there before the step
     planned_bytes = cost.memory.total_bytes - cost.memory.fetched_features_bytes
@@ -211,9 +211,9 @@ def test_plan_that_does_not_fit_names_the_settings(folder: Path, room: Any):
 def test_automatic_batch_fits_memory_and_tokens(gib, tokens, rows, folder, monkeypatch):
     """A step takes 1 GiB for each row, next to 2 GiB; a fifth of the memory stays free."""
 
-    def measure_step(_: MetaTraining, phase: Any, rows: int) -> StepCost:
+    def measure_step(_: MetaTraining, phase: Any, rows: int) -> TrainingStepCost:
         del phase
-        return StepCost(StageMemory(activations_bytes=(2 + rows) * 2**30), 0.0)
+        return TrainingStepCost(StageMemory(activations_bytes=(2 + rows) * 2**30), 0.0)
 
     monkeypatch.setattr(MetaTraining, "measure_step", measure_step)
     monkeypatch.setattr(batch_sizes, "MAX_TOKENS", tokens)
@@ -239,9 +239,9 @@ def parts_of(folder: Path, *words: str) -> int:
 
 
 def test_all_processes_split_rows_into_as_many_parts(folder, monkeypatch):
-    def measure_step(_: MetaTraining, phase: Any, rows: int) -> StepCost:
+    def measure_step(_: MetaTraining, phase: Any, rows: int) -> TrainingStepCost:
         rows = -(-rows // phase.settings.accumulation_steps)
-        return StepCost(StageMemory(activations_bytes=rows * 2**30), 0.0)
+        return TrainingStepCost(StageMemory(activations_bytes=rows * 2**30), 0.0)
 
     monkeypatch.setattr(MetaTraining, "measure_step", measure_step)
     monkeypatch.setattr(batch_sizes.machine, "process_bytes", lambda _: 2**30)

@@ -213,7 +213,7 @@ class BestFirst(TreePolicy):
 
     The score of a node is the probability of its path. Each level expands the `beam` best nodes of
     the level above into `branch` children each, and the best `num_nodes - 1` nodes of all levels
-    are kept. NodeScores decrease along a path, so the kept nodes are a tree.
+    are kept. Scores decrease along a path, so the kept nodes are a tree.
 
     Source: Li et al. 2024, arXiv:2406.16858, section 4; Wang et al. 2024, arXiv:2406.17276.
     """

@@ -53,7 +53,7 @@ class Folder:
 class Layout:
     """How one engine stores one kind of head."""
 
-    write: Callable[[Head, BaseEnds, Path], Folder]
+    make_folder: Callable[[Head, BaseEnds, Path], Folder]
     """Also takes the final path of the folder, for command lines."""
     settings: AllowedSettings | None
     """Settings of the kind's `Config`. A setting that is not named must have its default value, so

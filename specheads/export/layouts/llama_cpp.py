@@ -26,13 +26,13 @@ YARN = {"rope_type", "factor", "original_max_position_embeddings", "beta_fast", 
 """YaRN settings that llama.cpp reads; it uses its defaults for the others."""
 
 
-def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
+def eagle3_folder(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the folder for the converter, with the command lines that convert and serve it."""
     *conversion, line = _lines("draft-eagle3", drafted_tokens(head), base, out)
     return _shared.eagle3_folder(head, base, *conversion, f"{line} {NO_BACKEND_SAMPLING}")
 
 
-def write_block(head: Head, base: BaseEnds, out: Path) -> Folder:
+def block_folder(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return a folder that the converter reads as DSpark; its DFlash has no draft vocabulary.
 
     Without a Markov head the engine treats the folder as DFlash; `draft-dspark` also drafts from
@@ -71,7 +71,7 @@ RUN = "by its server (0c1e5709) on a CPU in float32 (`make llama_cpp`)"
 DFLASH: AllowedSettings = {**_shared.BLOCK, **_shared.DRAFT_VOCABULARY}
 DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY}
 LAYOUTS = {
-    "eagle3": Layout(write_eagle3, EAGLE3, "run", RUN, num_aux=3, objection=eagle3_objection),
-    "dflash": Layout(write_block, DFLASH, "run", RUN),
-    "dspark": Layout(write_block, DSPARK, "run", RUN),
+    "eagle3": Layout(eagle3_folder, EAGLE3, "run", RUN, num_aux=3, objection=eagle3_objection),
+    "dflash": Layout(block_folder, DFLASH, "run", RUN),
+    "dspark": Layout(block_folder, DSPARK, "run", RUN),
 }

@@ -11,7 +11,7 @@ from specheads.export.layouts._shared import Folder, Layout, drafted_tokens, nam
 ABOUT = "SGLang 0.5.23"
 
 
-def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
+def eagle3_folder(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the folder and the command line that drafts a chain."""
     line = (
         f"{_serve(base, out, 'EAGLE3')} --speculative-num-steps {drafted_tokens(head)} "
@@ -20,7 +20,7 @@ def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
     return _shared.eagle3_folder(head, base, line)
 
 
-def write_blocks(head: Head, base: BaseEnds, out: Path) -> Folder:
+def blocks_folder(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the format of z-lab (DFlash) or DeepSpec (DSpark).
 
     The command line drafts the whole block whatever the tuned tree: a shorter block has fewer
@@ -61,7 +61,7 @@ def eagle3_objection(head: Head, base: BaseEnds) -> str:
 
 LAYOUTS = {
     "eagle3": Layout(
-        write_eagle3,
+        eagle3_folder,
         _shared.EAGLE3_PLAIN,
         "layout",
         READ,
@@ -71,7 +71,7 @@ LAYOUTS = {
     ),
     **{
         kind: Layout(
-            write_blocks, settings, "layout", READ, lowest=1, objection=_shared.scaled_embedding
+            blocks_folder, settings, "layout", READ, lowest=1, objection=_shared.scaled_embedding
         )
         for kind, settings in (
             ("dflash", _shared.DFLASH),

@@ -12,7 +12,7 @@ from specheads.export.layouts._shared import AllowedSettings, Folder, Layout, at
 ABOUT = "speculators 0.9 format, for vLLM 0.32 and later"
 
 
-def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
+def eagle3_folder(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return a folder that names its base and holds a copy of the base's embedding."""
     config = _shared.eagle3_config(head, base)
     names = ("draft_vocab_size", "target_hidden_size", _shared.EAGLE3_IDS, "torch_dtype")
@@ -35,7 +35,7 @@ def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
     return Folder(outer, tensors, (_serve(base, out),))
 
 
-def write_blocks(head: Head, base: BaseEnds, out: Path) -> Folder:
+def blocks_folder(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return a folder that names its base; the engine takes shared tensors from there."""
     outer = {**_shared.block_config(head, base), **_common(head, base, head.kind)}
     return Folder(outer, _shared.tensors(head), (_serve(base, out),))
@@ -90,9 +90,9 @@ DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY, **_shar
 
 LAYOUTS = {
     "eagle3": Layout(
-        write_eagle3, _shared.EAGLE3_ALL, "run", EAGLE3_NOTE, objection=eagle3_objection
+        eagle3_folder, _shared.EAGLE3_ALL, "run", EAGLE3_NOTE, objection=eagle3_objection
     ),
-    "dflash": Layout(write_blocks, DFLASH, "run", RUN),
-    "dflash2": Layout(write_blocks, {**_shared.DFLASH2, **_shared.WINDOW}, "layout", READ),
-    "dspark": Layout(write_blocks, DSPARK, "layout", READ, objection=dspark_objection),
+    "dflash": Layout(blocks_folder, DFLASH, "run", RUN),
+    "dflash2": Layout(blocks_folder, {**_shared.DFLASH2, **_shared.WINDOW}, "layout", READ),
+    "dspark": Layout(blocks_folder, DSPARK, "layout", READ, objection=dspark_objection),
 }

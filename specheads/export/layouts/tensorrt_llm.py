@@ -14,7 +14,7 @@ ABOUT = "TensorRT-LLM main, PyTorch backend"
 OPTIONS = "trtllm.yaml"
 
 
-def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
+def eagle3_folder(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the folder with its options file, and the command line that serves it."""
     options = {
         "decoding_type": "Eagle3",
@@ -32,4 +32,4 @@ def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
 
 
 READ = "as its sources (00679c66) read it"
-LAYOUTS = {"eagle3": Layout(write_eagle3, _shared.EAGLE3_PLAIN, "layout", READ, lowest=1)}
+LAYOUTS = {"eagle3": Layout(eagle3_folder, _shared.EAGLE3_PLAIN, "layout", READ, lowest=1)}

@@ -43,7 +43,7 @@ def serve(head: Head, base: BaseEnds, method: str, model: str) -> str:
     return f"{VLLM_SERVER} {named_base(base)} --speculative-config {speculative}"
 
 
-def write_plugin(head: Head, base: BaseEnds, out: Path) -> Folder:
+def plugin_folder(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return our own layout, and the command line that serves it with the plug-in."""
     line = f"{HEAD_VARIABLE}={shlex.quote(str(out))} {serve(head, base, 'custom_class', PROPOSER)}"
     if not head.matches_fingerprint(tables_fingerprint(base.embedding, base.projection.weight)):
@@ -53,12 +53,12 @@ def write_plugin(head: Head, base: BaseEnds, out: Path) -> Folder:
     return Folder(head.settings(), head.state_dict(), (line,), files=files)
 
 
-def write_eagle3(head: Head, base: BaseEnds, out: Path) -> Folder:
+def eagle3_folder(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the folder that vLLM loads with method `eagle3`."""
     return _shared.eagle3_folder(head, base, serve(head, base, "eagle3", str(out)))
 
 
-def write_dflash(head: Head, base: BaseEnds, out: Path) -> Folder:
+def dflash_folder(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return z-lab's format with ModelOpt's settings of a window and of sinks."""
     config, settings = _shared.authors_config(head, base), head.config
     if settings.sliding_window and not settings.full_layers:
@@ -83,10 +83,10 @@ NOTE = "in vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read"
 PLUGIN = ("eagle_gru", "hydra_heads", "medusa", "mlp_speculator", "mtp", "redrafter")
 """Kinds that the plug-in serves, with any settings."""
 LAYOUTS = {
-    "eagle3": Layout(write_eagle3, _shared.EAGLE3_ALL, "run", f"natively, {NOTE}"),
+    "eagle3": Layout(eagle3_folder, _shared.EAGLE3_ALL, "run", f"natively, {NOTE}"),
     **{
         kind: Layout(
-            write_dflash,
+            dflash_folder,
             {**settings, **_shared.WINDOW, "window_counts_slots": None},
             "layout",
             "natively, as vLLM 0.32.0's sources read it",
@@ -95,5 +95,5 @@ LAYOUTS = {
         )
         for kind, settings in (("dflash", _shared.DFLASH), ("dflash2", _shared.DFLASH2))
     },
-    **{kind: Layout(write_plugin, None, "run", f"plug-in, {NOTE}") for kind in PLUGIN},
+    **{kind: Layout(plugin_folder, None, "run", f"plug-in, {NOTE}") for kind in PLUGIN},
 }
