@@ -48,6 +48,8 @@ class BadRows:
         """The first errors of each rule."""
         self.skipped_files: defaultdict[str, list[Path]] = defaultdict(list)
         """Files that are left out, by reason."""
+        self.num_blank = 0
+        """Rows whose text is null or blank."""
 
     @property
     def counts(self) -> dict[str, int]:

@@ -87,7 +87,7 @@ class FileList:
 
     files: list[Path]
     unreadable: dict[str, list[Path]]
-    """Folders and links that cannot be followed."""
+    """Files and folders that cannot be opened, and links that cannot be followed."""
     skipped: dict[str, list[Path]]
 
 
@@ -100,7 +100,7 @@ def find_files(path: str, suffixes: tuple[str, ...], patterns: Sequence[str] = (
     root, globs = local_path(path), [pattern.split("/") for pattern in patterns or ["**/*"]]
     if root.is_file():
         return FileList([root], {}, {})
-    fault = "has none" if root.is_dir() else "is not there"
+    fault = "has none" if root.is_dir() else "is no file" if root.exists() else "is not there"
     if not root.is_dir():
         # a glob: its folder is before the first segment with a wildcard
         names = root.parts
@@ -108,27 +108,36 @@ def find_files(path: str, suffixes: tuple[str, ...], patterns: Sequence[str] = (
         root, globs, suffixes = Path(*names[:first]), [list(names[first:])], ("",)
     if wrong := [name for names in globs for name in names if "**" in name and name != "**"]:
         fault, globs = f"is no such glob (** must be a whole segment, not {wrong[0]!r:.80})", []
-    files, unreadable, skipped = list[Path](), defaultdict(list), defaultdict(list)
+    by_reason = defaultdict[str, list[Path]](list)
     for file, reason in _walk(root, globs) if globs and globs[0] and root.is_dir() else ():
-        matches = any(_matches(file.relative_to(root).parts, names) for names in globs)
-        if reason == "hidden":
-            skipped[reason].append(file)
-        elif reason:
-            unreadable[reason].append(file)
-        elif any(fnmatchcase(file.name, name) for name in METADATA_FILES) and "" not in suffixes:
-            skipped["metadata of datasets"].append(file)
-        elif matches and file.name.endswith(suffixes):
-            files.append(file)
-        else:
-            skipped["of other names"].append(file)
-    if not files and not unreadable:
+        by_reason[reason or _reason(file, root, globs, suffixes)].append(file)
+    by_target = dict[str, Path]()
+    for file in sorted(by_reason.pop("", []), key=lambda file: (file.is_symlink(), file)):
+        if by_target.setdefault(os.path.realpath(file), file) != file:
+            by_reason["read by another name"].append(file)
+    skipped = {reason: by_reason.pop(reason) for reason in SKIPPED if reason in by_reason}
+    if not by_target and not by_reason:
         kinds = " or ".join(patterns or filter(None, suffixes)) or "some"
         left_out = "".join(f"; left out: {phrase}" for phrase in name_files(skipped))
         raise InputError(
             f"a source needs a file, a folder or a glob that holds {kinds:.200} files, and "
             f"{path!r:.200} {fault}; change the path, or data.patterns{left_out:.500}"
         )
-    return FileList(sorted(files), unreadable, skipped)
+    return FileList(sorted(by_target.values()), by_reason, skipped)
+
+
+SKIPPED = ("hidden", "metadata of datasets", "of other names", "read by another name")
+"""Reasons to leave out a file that could be read."""
+
+
+def _reason(file: Path, root: Path, globs: list[list[str]], suffixes: tuple[str, ...]) -> str:
+    """Return why a file is left out, or ""."""
+    if any(fnmatchcase(file.name, name) for name in METADATA_FILES) and "" not in suffixes:
+        return "metadata of datasets"
+    names = file.relative_to(root).parts
+    if not file.name.endswith(suffixes) or not any(_matches(names, glob) for glob in globs):
+        return "of other names"
+    return "" if os.access(file, os.R_OK) else "without access (Permission denied)"
 
 
 def _walk(root: Path, globs: list[list[str]]) -> Iterator[tuple[Path, str]]:
@@ -179,7 +188,7 @@ def _matches(names: Sequence[str], segments: Sequence[str], *, is_folder: bool =
 # text
 
 
-def _open_text(file: Path) -> io.TextIOWrapper:
+def _open_text(file: Path, errors: str = "strict") -> io.TextIOWrapper:
     """Open a text, compressed or not, with its own line ends."""
     with file.open("rb") as binary:
         magic = binary.read(16)
@@ -191,7 +200,7 @@ def _open_text(file: Path) -> io.TextIOWrapper:
             )
     openers = (opener for start, opener in OPENERS.items() if magic.startswith(start))
     binary = next(openers, lambda file: file.open("rb"))(file)
-    return io.TextIOWrapper(binary, encoding="utf-8-sig", newline="")
+    return io.TextIOWrapper(binary, encoding="utf-8-sig", errors=errors, newline="")
 
 
 def read_text_files(files: Iterable[Path], bad: BadRows, min_characters: int = 0) -> Rows:
@@ -237,6 +246,7 @@ def rows_of(files: Iterable[Path], bad: BadRows | None = None, column: str = "")
 
     The first bytes of a file decide its format. Lines that are no JSON object are added to `bad`.
     """
+    files = list(files)
     for file in files:
         with _name_unreadable(file), file.open("rb") as binary:
             magic = binary.read(8)
@@ -245,7 +255,7 @@ def rows_of(files: Iterable[Path], bad: BadRows | None = None, column: str = "")
         elif file.name.endswith(".arrow") or magic.startswith(ARROW_MAGICS):
             yield from _read_arrow(file, magic, bad)
         else:
-            yield from read_jsonl(file, bad)
+            yield from read_jsonl(file, bad, may_be_empty=len(files) > 1)
 
 
 def _read_parquet(file: Path, column: str, bad: BadRows | None) -> Rows:
@@ -270,9 +280,18 @@ def _table_rows(batches: Iterable[Any], file: Path, bad: BadRows | None) -> Rows
         for start in range(0, batch.num_rows, TABLE_ROWS):
             rows = batch.slice(start, TABLE_ROWS)
             try:
+                if len({*batch.schema.names}) < batch.num_columns:
+                    raise ValueError("it has a column twice")
                 values = rows.to_pylist(maps_as_pydicts="strict")
             except KeyError:
                 values = [_row_with_maps(rows.slice(index, 1)) for index in range(rows.num_rows)]
+            except UNREADABLE:
+                raise
+            except ValueError as error:
+                raise InputError(
+                    f"rows of a table must be objects with each key once, and {file} has others: "
+                    f"{first_line(error)}; rename its columns"
+                ) from error
             for row in values:
                 number += 1
                 location = f"row {number} of {file}"
@@ -309,17 +328,21 @@ def _remove_nulls(value: Any) -> Any:
     return [_remove_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def read_jsonl(file: Path, bad: BadRows | None = None) -> Rows:
+def read_jsonl(file: Path, bad: BadRows | None = None, *, may_be_empty: bool = False) -> Rows:
     """Yield the rows of a JSON lines file, or of a file with one JSON list of objects.
 
     `datasets` cannot replace this parser: it names no line, converts text such as dates, and adds
     null to objects in lists.
     """
-    with _name_unreadable(file), _open_text(file) as stream:
+    # a byte that is not UTF-8 is a fault of its row
+    with _name_unreadable(file), _open_text(file, "surrogateescape") as stream:
         lines = _read_lines(stream, file)
         first = next(lines, None)
         if first is None:
-            raise InputError(f"{file} holds no row; give one JSON object a line")
+            if bad is None or not may_be_empty:
+                raise InputError(f"{file} holds no row; give one JSON object a line")
+            bad.skipped_files["without a row"].append(file)
+            return
         lines = chain([first], lines)
         if first[1].lstrip().startswith("["):
             lines = _read_list("".join(line for _, line in lines), file)
@@ -376,11 +399,13 @@ def _is_json(line: str) -> bool:
 def _refuse_other_text(lines: list[str], file: Path) -> None:
     """Name CSV and pretty-printed JSON; a file with any line of JSON has bad rows instead."""
     has_rows, remedy = any(map(_is_json, lines)), ""
-    if lines[0].lstrip().startswith("{"):
+    if "\0" in lines[0] or lines[0].encode(errors="replace") != lines[0].encode(errors="ignore"):
+        remedy = "is no text; unpack an archive, or write text as UTF-8"
+    elif lines[0].lstrip().startswith("{"):
         is_one_object = lines[0].strip() == "{" and not has_rows
         with suppress(ValueError, RecursionError):
-            json.JSONDecoder().raw_decode("".join(lines).lstrip())
-            is_one_object = True
+            _, end = json.JSONDecoder().raw_decode(text := "".join(lines).lstrip())
+            is_one_object = bool({*"\r\n"} & {*text[:end]})
         if is_one_object:
             remedy = "is pretty-printed JSON; write one object a line, as `jq -c .` does"
     elif not has_rows:
@@ -422,6 +447,12 @@ def _read_lines(stream: Any, file: Path) -> Iterator[tuple[str, str]]:
 
 def parse_json(text: str) -> Any:
     """Parse JSON; refuse a key that an object has twice, and half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            "rows must be UTF-8", fault=f"has another byte after {text[: error.start][-20:]!r}"
+        ) from error
     try:
         value = json.loads(text, object_pairs_hook=unique_keys)
         if "\\u" in text:

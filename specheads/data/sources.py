@@ -227,6 +227,8 @@ def read_source(
         text = document.get("text", "no text")
         if text and not text.isspace():
             yield split, location, document
+        else:
+            bad_rows.num_blank += 1
     if bad is None:
         bad_rows.report(settings.path or settings.source, settings.bad_rows)
 
@@ -270,7 +272,8 @@ def report_source(settings: SourceSettings, seed: int = 0) -> list[str]:
         reads += f", {sum(1 for _ in read_source(settings, seed, bad)):,} rows"
     files = name_files(left_out) + name_files(bad.skipped_files)
     lines = [f"leaves out files: {phrase}" for phrase in files]
-    lines += [f"leaves out rows: {count:,}, {rule}" for rule, count in bad.counts.items()]
+    counts = bad.counts | ({"without text": bad.num_blank} if bad.num_blank else {})
+    lines += [f"leaves out rows: {count:,}, {rule}" for rule, count in counts.items()]
     return [f"{reads} of {name}", *lines]
 
 

@@ -2,14 +2,18 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
 import sqlite3
+import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -87,6 +91,83 @@ def test_links_are_followed_once(tmp_path: Path, build: Callable[[Path], None], 
     if path == "pattern":
         data = jsonl(tmp_path / "data", patterns=["**/*.jsonl"])
     assert sorted(texts(data)) == [row["text"] for row in ROWS]
+
+
+def other_name(folder: Path) -> None:
+    (folder / "latest.jsonl").symlink_to("b.jsonl")
+
+
+def other_name_that_sorts_first(folder: Path) -> None:
+    (folder / "0.jsonl").symlink_to(folder / "b.jsonl")
+
+
+def other_name_in_a_folder(folder: Path) -> None:
+    (folder / "in").mkdir()
+    (folder / "in" / "b.jsonl").symlink_to(folder / "b.jsonl")
+
+
+def two_names_of_one_file_elsewhere(folder: Path) -> None:
+    (folder / "b.jsonl").rename(folder.parent / "b")
+    for name in ("c.jsonl", "d.jsonl"):
+        (folder / name).symlink_to(folder.parent / "b")
+
+
+def name_of_a_name(folder: Path) -> None:
+    other_name(folder)
+    (folder / "newest.jsonl").symlink_to("latest.jsonl")
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        other_name,
+        other_name_that_sorts_first,
+        other_name_in_a_folder,
+        two_names_of_one_file_elsewhere,
+        name_of_a_name,
+    ],
+)
+def test_file_with_two_names_is_read_once_and_named(tmp_path: Path, link: Callable[[Path], None]):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", ROWS[:4])
+    write_jsonl(folder / "b.jsonl", ROWS[4:])
+    link(folder)
+    assert sorted(texts(jsonl(folder))) == [row["text"] for row in ROWS]
+    assert "read by another name" in report_source(jsonl(folder))[1]
+    assert len(texts(jsonl(folder / "*.jsonl"))) == len(ROWS)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl", "in/c.jsonl", "in/d.json", "linked.jsonl"])
+def test_locked_file_stops_or_is_named(tmp_path: Path, name: str, monkeypatch):
+    (tmp_path / "in").mkdir()
+    for file in ("a.jsonl", "b.jsonl", "in/c.jsonl", "in/d.json"):
+        write_jsonl(tmp_path / file, ROWS[:2])
+    (tmp_path / "linked.jsonl").symlink_to(write_jsonl(tmp_path / "in" / ".hidden", ROWS[:2]))
+    # root can read anything
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path / name)
+    with pytest.raises(InputError, match=rf"without access .*{name}.*data.bad_rows=drop"):
+        texts(jsonl(tmp_path))
+    with pytest.warns(UserWarning, match=rf"without access .*{name}.*they are left out"):
+        assert len(texts(jsonl(tmp_path, bad_rows="drop"))) == 8
+    # a pattern that does not reach the file needs no file
+    assert texts(jsonl(tmp_path, patterns=["*/*" if "/" not in name else "a.*"]))
+
+
+@pytest.mark.parametrize("content", ["", "\n", " \n\t\n", "\r\n\r\n", "\ufeff"])
+def test_file_without_a_row_is_named(tmp_path: Path, content: str):
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "part-3.jsonl").write_text(content, encoding="utf-8")
+    with pytest.warns(UserWarning, match=r"left out: 1 without a row \(.*part-3.jsonl"):
+        assert len(texts(jsonl(tmp_path))) == len(ROWS)
+    assert report_source(jsonl(tmp_path))[1].startswith("leaves out files: 1 without a row")
+
+
+def test_report_counts_rows_without_text(tmp_path: Path):
+    write_jsonl(tmp_path / "a.jsonl", [*ROWS, {"text": None}, {"text": ""}, {"text": " \n"}])
+    read, left_out = report_source(jsonl(tmp_path))
+    assert "8 rows of" in read
+    assert left_out == "leaves out rows: 3, without text"
 
 
 @pytest.mark.parametrize("name", ["gone.jsonl", "in/gone.jsonl", "itself.jsonl", "pipe.jsonl"])
@@ -174,6 +255,13 @@ def zip_archive(file: Path) -> None:
         archive.writestr("a.jsonl", LINES)
 
 
+def tar_archive(file: Path, mode: Literal["w", "w:gz", "w:xz"]) -> None:
+    info = tarfile.TarInfo("a.jsonl")
+    info.size = len(LINES)
+    with tarfile.open(file, mode) as archive:
+        archive.addfile(info, io.BytesIO(LINES))
+
+
 def database(file: Path) -> None:
     with sqlite3.connect(file) as connection:
         connection.execute("create table rows (text)")
@@ -190,6 +278,13 @@ def database(file: Path) -> None:
         (json.dumps({"rows": ROWS * 50}, indent=4).encode(), "pretty-printed JSON"),
         (LINES.decode().encode("utf-16"), "is text in UTF-16"),
         (zip_archive, "is a zip archive"),
+        (LINES.decode().encode("utf-16-le"), "is no text; .*UTF-8"),
+        (LINES.decode().encode("utf-32-be"), "is no text"),
+        (partial(tar_archive, mode="w"), "is no text; unpack an archive"),
+        (partial(tar_archive, mode="w:gz"), "is no text; unpack an archive"),
+        (partial(tar_archive, mode="w:xz"), "is no text; unpack an archive"),
+        (b"\0" * 64 + LINES, "is no text"),
+        (b"caf\xe9\n" + LINES, "is no text"),
         (database, "is an SQLite database"),
         (b"[" + LINES.replace(b"\n", b",\n")[:-2], "one JSON list, .* after row 8"),
         (b'[{"text": "a"}] {"text": "b"}', "one JSON list, .* text follows its end"),
@@ -253,6 +348,8 @@ def test_files_in_another_encoding_are_counted(tmp_path: Path, encoding: str):
     "line",
     [
         '{"text": "a", "text": "a"}',
+        '{"text": "caf\udce9"}',
+        '{"text": "a", "\udc80": "a"}',
         '{"text": "a", "meta": {"k": 1, "k": 2}}',
         '{"text": "a", "meta": [{"k": 1, "j": 0, "k": 1}]}',
         '{"text": "a \\udc00"}',
@@ -264,7 +361,8 @@ def test_files_in_another_encoding_are_counted(tmp_path: Path, encoding: str):
 def test_one_bad_row_is_named_and_dropped_alone(tmp_path: Path, line: str, form: str):
     lines = [*map(json.dumps, ROWS[:4]), line, *map(json.dumps, ROWS[4:])]
     file = tmp_path / "a.json"
-    file.write_text("\n".join(lines) if form == "lines" else f"[{', '.join(lines)}]")
+    text = "\n".join(lines) if form == "lines" else f"[{', '.join(lines)}]"
+    file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(InputError, match=r"1 row of .*(line|row) 5 of"):
         texts(jsonl(file))
     with pytest.warns(UserWarning, match="1 row of .* left out"):
@@ -276,6 +374,33 @@ def test_key_twice_in_nested_json_is_refused():
         call = {"role": "assistant", "tool_calls": [{"name": "sun", "arguments": arguments}]}
         with pytest.raises(InputError, match="twice"):
             conversation({"messages": [{"role": "user", "content": "Sun?"}, call]})
+
+
+TWO = [pa.array(["a"] * 3), pa.array(["b"] * 3)]
+PAIR = pa.StructArray.from_arrays(TWO, names=["k", "k"])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "names"),
+    [
+        (TWO, ["text", "text"]),
+        ([*TWO, TWO[0]], ["text", "meta", "meta"]),
+        ([TWO[0], PAIR], ["text", "meta"]),
+        ([TWO[0], pa.StructArray.from_arrays([PAIR], names=["in"])], ["text", "meta"]),
+        ([TWO[0], pa.ListArray.from_arrays([0, 1, 2, 3], PAIR)], ["text", "meta"]),
+    ],
+)
+@pytest.mark.parametrize("bad_rows", ["stop", "drop"])
+def test_table_with_a_name_twice_is_refused(tmp_path: Path, arrays, names, bad_rows: str):
+    table, file = pa.table(arrays, names=names), tmp_path / "a.arrow"
+    if names[-1] == "text":
+        pq.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(InputError, match=r"a.parquet has others: it has a column twice"):
+            texts(jsonl(tmp_path / "a.parquet", bad_rows=bad_rows))
+    with pa.ipc.new_file(str(file), table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(InputError, match=r"each key once, and .*a.arrow has others"):
+        texts(jsonl(file, bad_rows=bad_rows))
 
 
 @pytest.mark.parametrize("bad_rows", ["stop", "drop"])
@@ -291,6 +416,14 @@ def test_parquet_map_with_a_key_twice_is_a_bad_row(tmp_path: Path, bad_rows: str
         else pytest.raises(InputError, match=r"row 2 of .* twice")
     ):
         assert len(list(read_source(data))) == 3
+
+
+@pytest.mark.parametrize("end", [",\n", ", \r\n", ";\n", "\x1e\n", "]\n"])
+def test_line_with_more_than_its_object_is_a_bad_row(tmp_path: Path, end: str):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + end for row in ROWS), newline="")
+    with pytest.raises(InputError, match=r"8 rows of .*line 1 of .* is none, .*Extra data"):
+        texts(jsonl(file))
 
 
 # ends of answers
