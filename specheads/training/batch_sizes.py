@@ -28,6 +28,8 @@ FREE_SHARE = 0.2
 """Share of the memory that `batch_size=auto` leaves free, for fragmentation and longer text."""
 MAX_TOKENS = 2**16
 """Most tokens of one process's share of a step with `batch_size=auto`."""
+SMALLER_STEP = "lower sequence_length, scored_share or head.draft_tokens"
+"""Settings that make the step of a row smaller."""
 
 
 def resolve_batch_sizes(
@@ -58,9 +60,10 @@ def resolve_batch_sizes(
         if accelerator.is_main_process:
             announce(f"phase {name!r}: batch_size=auto is {size}")
     for name in shared:
-        steps = fewest_accumulation_steps(settings, accelerator, name)
+        steps, fits = fewest_accumulation_steps(settings, accelerator, name)
+        note = "" if fits else f"; the smallest part does not fit in memory: {SMALLER_STEP}"
         if accelerator.is_main_process:
-            announce(f"phase {name!r}: accumulation_steps=auto is {steps}")
+            announce(f"phase {name!r}: accumulation_steps=auto is {steps}{note}")
 
 
 def _count_rows(settings: Train, name: str) -> int:
@@ -109,24 +112,26 @@ def largest_batch_sizes(
     return batch_sizes
 
 
-def fewest_accumulation_steps(settings: Train, accelerator: Accelerator, name: str) -> int:
+def fewest_accumulation_steps(
+    settings: Train, accelerator: Accelerator, name: str
+) -> tuple[int, bool]:
     """Return the fewest micro-batches, doubled from one, in which a phase's step fits in memory.
 
-    One if this machine has no such device: the plan then shows what the step needs.
+    Also return whether it fits: if it does not, the number is the largest one. The number is one if
+    this machine has no such device: the plan then shows what the step needs.
     """
     phase = next(phase for phase in schedule_phases(settings.schedule) if phase.name == name)
     phase.settings.accumulation_steps = 1
     device = planned_device(settings, accelerator)
     if not device_exists(device):
-        return 1
+        return 1, True
     training, room_bytes, num_shares = _plan_step(settings, accelerator, device)
     rows = -(-phase.settings.batch_size // num_shares)
-    while (
-        training.measure_step(phase, rows).memory.total_bytes > room_bytes
-        and 2 * phase.settings.accumulation_steps * num_shares <= phase.settings.batch_size
-    ):
+    while training.measure_step(phase, rows).memory.total_bytes > room_bytes:
+        if 2 * phase.settings.accumulation_steps * num_shares > phase.settings.batch_size:
+            return phase.settings.accumulation_steps, False
         phase.settings.accumulation_steps *= 2
-    return phase.settings.accumulation_steps
+    return phase.settings.accumulation_steps, True
 
 
 def _plan_step(

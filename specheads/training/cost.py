@@ -88,14 +88,15 @@ class CostModel:
             elsewhere["features=vllm"] = layers_bytes
         peaks = {way: self._peak_bytes(count, room, size) for way, size in elsewhere.items()}
         way = next((way for way, peak in peaks.items() if peak <= room), "")
-        rate = count * SHARE * gpu.flops
         flops = tokens = 0.0
         for phase in self._phases:
-            rows = phase.settings.steps * phase.settings.batch_size
+            # of the GPU with the most rows; without a row a GPU waits
+            rows = phase.settings.steps * -(-phase.settings.batch_size // count)
             data, context = self._training.settings.data, self._training.base.max_length
             flops += rows * self._step(phase, 1)[1]
-            tokens += rows * row_tokens(phase.settings, data, context)
-        seconds = flops / rate
+            all_rows = phase.settings.steps * phase.settings.batch_size
+            tokens += all_rows * row_tokens(phase.settings, data, context)
+        seconds = flops / (SHARE * gpu.flops)
         peak_bytes, text_hours = peaks.get(way, min(peaks.values())), self._text_hours(gpu, count)
         return Cost(way, peak_bytes, text_hours, seconds / 3600, tokens / seconds)
 
@@ -125,10 +126,11 @@ class CostModel:
         for phase in self._phases:
             if (text := phase.settings.distill) is None or text.folder:
                 continue
-            # half of a text is in the cache on average, and the weights are on as many GPUs
-            cache = text.batch_size * text_tokens(text) / 2 * self._slot_bytes
-            step = (self._base_bytes + cache) / (count * SHARE * gpu.bandwidth)
-            seconds += text.num_samples / text.batch_size * text.new_tokens * step
+            # half of a text is in the cache on average
+            texts = min(text.batch_size, text.num_samples / count)
+            cache = texts * text_tokens(text) / 2 * self._slot_bytes
+            step = (self._base_bytes + cache) / (SHARE * gpu.bandwidth)
+            seconds += text.num_samples / (count * texts) * text.new_tokens * step
         return seconds / 3600
 
 

@@ -24,6 +24,7 @@ from specheads.decoding.generate import generate
 from specheads.heads.load import build_for_base, resume_head
 from specheads.runs.checkpoint import NUM_CHECKPOINTS
 from specheads.training.batch_sizes import (
+    SMALLER_STEP,
     device_exists,
     maximum,
     planned_device,
@@ -200,10 +201,7 @@ def _remedy(stage: str) -> str:
     """Return which settings make a stage that does not fit smaller."""
     if stage.endswith(TEXT_STAGE):
         return f"lower schedule.phases.{stage.removesuffix(TEXT_STAGE)}.distill.batch_size"
-    return (
-        "raise accumulation_steps (the same training), lower batch_size, sequence_length, "
-        "scored_share or head.draft_tokens"
-    )
+    return f"raise accumulation_steps (the same training), lower batch_size, or {SMALLER_STEP}"
 
 
 def _has_weights(base: BaseSettings) -> bool:

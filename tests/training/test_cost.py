@@ -43,6 +43,7 @@ def test_more_gpus_take_less_time_and_the_first_way_that_fits_is_named(settings)
     assert eight.train_hours == pytest.approx(one.train_hours / 8)
     assert eight.text_hours == pytest.approx(one.text_hours / 8)
     assert eight.tokens_per_second == pytest.approx(8 * one.tokens_per_second)
+    assert model.cost(GPUS[3], 16).train_hours == eight.train_hours, "a step has 8 rows"
     least = model.cost(Gpu("small", one.peak_bytes / 0.9 - 1, 1e12, 1e15), 1)
     # rows are split
     assert least.way == "ddp"
@@ -50,6 +51,14 @@ def test_more_gpus_take_less_time_and_the_first_way_that_fits_is_named(settings)
     none = model.cost(Gpu("tiny", 1e3, 1e12, 1e15), 8)
     assert str(none).startswith("does not fit")
     assert settings.schedule.phases["distilled"].accumulation_steps == "auto"
+
+
+def test_more_gpus_than_texts_generate_no_faster(settings):
+    settings.schedule.phases["distilled"].distill.num_samples = 4
+    model = CostModel(settings)
+    four, eight = (model.cost(GPUS[3], count).text_hours for count in (4, 8))
+    # each step still reads all weights, and the cache of less than one text
+    assert four / 2 < eight <= four
 
 
 def test_a_line_for_each_gpu(settings):

@@ -229,10 +229,10 @@ def test_automatic_batch_names_a_device_that_is_not_here(folder: Path):
         largest_batch_sizes(settings, ACCELERATOR, {"corpus": 100})
 
 
-def parts_of(folder: Path, *words: str) -> int:
+def parts_of(folder: Path, *words: str, lines: list[str] | None = None) -> int:
     """Return accumulation_steps=auto where a part takes 1 GiB for each row and 10 GiB are free."""
     settings = settings_of(folder, CORPUS_ONLY, "head=medusa", PARTS, *words)
-    resolve_batch_sizes(settings, ACCELERATOR, lambda _: None)
+    resolve_batch_sizes(settings, ACCELERATOR, [].append if lines is None else lines.append)
     phase = settings.schedule.phases["corpus"]
     refuse_misfit("corpus", phase, 128, 1, batch_sizes.row_share(None, ACCELERATOR).world_size)
     return int(phase.accumulation_steps)
@@ -254,7 +254,10 @@ def test_all_processes_split_rows_into_as_many_parts(folder, monkeypatch):
     # one of four processes has two rows of five, the others have one
     monkeypatch.setattr(batch_sizes, "row_share", lambda *_: RowShare(0, 4))
     monkeypatch.setattr(batch_sizes, "usable_bytes", lambda _: 0)
-    assert parts_of(folder, f"{size}=5") == 1
+    lines: list[str] = []
+    assert parts_of(folder, f"{size}=5", lines=lines) == 1
+    assert parts_of(folder, f"{size}=16", lines=lines) == 4
+    assert all("the smallest part does not fit in memory: lower" in line for line in lines)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
