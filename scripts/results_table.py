@@ -13,6 +13,7 @@ or that a recipe here trains; other files are refused, or give no row. Only the 
     recipes/README.md   results (of every recipe), heads (heads.json of bench_heads.py)
     recipes/gpu         gpu (*.json of gpu.py)
     docs/load.md        load (serve.json of the published head)
+    docs/mistakes.md    curves (metrics.jsonl of the quickstart)
     docs/export_matrix  matrix (the layouts of specheads/export/layouts/)
     README.md           results: the quickstart, the published head, and the same head in vLLM
 """
@@ -36,9 +37,11 @@ from specheads.core.files import from_json
 from specheads.export.layouts import engine_module, engines
 from specheads.heads.load import kinds
 from specheads.measure.compare import ratios
+from specheads.measure.plots import BLUE, curve, draw_depths
 from specheads.measure.results import Comparison, Results, read_results
 from specheads.measure.summary import context_rows, summary_rows, with_interval
 from specheads.runs.provenance import Provenance
+from specheads.runs.trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 CONDITIONS = "One request at a time, temperature 0. Brackets are 95 % intervals over prompts."
@@ -73,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             recipes = options.root / "recipes"
             if file.name == "load.md" and (measured := _served(recipes)):
                 plot(measured, file.with_suffix(".png"))
+            if file.name == "mistakes.md":
+                plot_curves(_metrics(recipes), file.with_name("curves.png"))
     return int(options.check and bool(stale))
 
 
@@ -113,7 +118,11 @@ def render(root: Path) -> dict[Path, str]:
     }
     if (recipes / "gpu").is_dir():
         blocks[recipes / "gpu" / "README.md"] = {"gpu": gpu(recipes / "gpu")}
-    pages = {"export_matrix": ("matrix", matrix), "load": ("load", lambda: load(recipes))}
+    pages = {
+        "export_matrix": ("matrix", matrix),
+        "load": ("load", lambda: load(recipes)),
+        "mistakes": ("curves", lambda: curves(recipes)),
+    }
     page_blocks = {root / "docs" / f"{page}.md": block for page, block in pages.items()}
     blocks |= {file: {name: make()} for file, (name, make) in page_blocks.items() if file.is_file()}
     blocks[root / "README.md"] = {"results": worth(recipes)}
@@ -363,6 +372,34 @@ def plot(measured: Mapping[str, Any], file: Path) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(batches)), [*map(str, batches)])
     axes.legend(frameon=False)
+    figure.savefig(file, dpi=110)
+
+
+def _metrics(recipes: Path) -> list[dict[str, Any]]:
+    return read_metrics(recipes / QUICKSTART / "metrics.jsonl")
+
+
+def curves(recipes: Path) -> str:
+    """Return the table of a run's losses and acceptance, and its picture."""
+    metrics = _metrics(recipes)
+    depths = range(sum(name.startswith("accept/depth_") for name in metrics[0]))
+    rows: Rows = []
+    for row in metrics:
+        rates = [f"{row[f'accept/depth_{depth}']:.2f}" for depth in depths]
+        rows.append((f"{row['step']}", f"{row['tokens']:,}", f"{row['loss']:.1f}", *rates))
+    titles = ("step", "tokens read", "`loss`", *(f"`accept/depth_{depth}`" for depth in depths))
+    return f"![Loss and acceptance of the quickstart](curves.png)\n\n{table(titles, rows)}"
+
+
+def plot_curves(metrics: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Draw the loss and the acceptance at each depth over the steps of a run."""
+    figure = Figure(figsize=(8.0, 3.2), layout="constrained")
+    losses, rates = figure.subplots(1, 2)
+    losses.plot(*curve(metrics, "loss"), color=BLUE, marker=".")
+    losses.set(xlabel="step", ylabel="loss, sum of all depths", ylim=(0, None))
+    draw_depths(rates, metrics, "accept/depth_", ".")
+    rates.set(xlabel="step", ylabel="share accepted", ylim=(0, 1))
+    rates.legend(frameon=False, loc="upper left")
     figure.savefig(file, dpi=110)
 
 

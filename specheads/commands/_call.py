@@ -51,8 +51,16 @@ MACHINE_LIMITS = (
         "set TMPDIR to a folder that is writable and has space",
     ),
     (
+        "a process must stay within the limits of its shell or container",
+        ("Too many open files", "can't start new thread", "File too large"),
+        "raise them (ulimit -n, -u or -f, pids.max)",
+    ),
+    (
         "memory must hold the work",
-        ("MemoryError", "out of memory", "can't allocate memory", "Unable to allocate"),
+        (
+            *("MemoryError", "out of memory", "can't allocate memory", "Unable to allocate"),
+            *("Cannot allocate memory", "bad_alloc"),
+        ),
         "lower batch_size, sequence_length or the tree's nodes, or use a smaller base",
     ),
 )
@@ -76,7 +84,10 @@ def call(name: str, arguments: Sequence[str]) -> None:
     A mistake of the user prints one line on standard error with exit code 2, an interrupt exits
     with 130. A bug prints one line with exit code 1; the line names a file with the traceback.
     """
-    for stream in (sys.stdout, sys.stderr):
+    for attribute in ("stdout", "stderr"):
+        # a closed output is None
+        stream = getattr(sys, attribute) or Path(os.devnull).open("w")  # noqa: SIM115
+        setattr(sys, attribute, stream)
         # an output that is not UTF-8 gets escapes for what it cannot write
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

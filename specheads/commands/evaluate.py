@@ -66,8 +66,11 @@ def evaluate(
     """
     settings = settings or checked_settings(Evaluate, overrides, run=run, out=out)
     evaluation = settings.evaluation
+    # loads matplotlib, which training does without
     if settings.out:
-        writable_folder(settings.out)
+        from specheads.measure.report import refuse_other_files
+
+        refuse_other_files(writable_folder(settings.out))
     run_folder = RunDirectory(Path(settings.run)) if settings.run else None
     run_settings, phases, base_quality = dict[str, Any](), list[Path](), None
     if run_folder:
@@ -99,7 +102,6 @@ def evaluate(
     )
     folder = Path(settings.out) if settings.out else run_folder and run_folder.report
     if folder:
-        # loads matplotlib, which training does without
         from specheads.measure.report import write_report
 
         write_report(folder, results, read_metrics(run_folder.metrics) if run_folder else [])

@@ -80,7 +80,11 @@ def is_lock_or_incomplete(name: str) -> bool:
 
 @contextmanager
 def sole_writer(
-    folder: Path, lock: str = LOCK, *, wait: Callable[[str], object] | None = None
+    folder: Path,
+    lock: str = LOCK,
+    *,
+    wait: Callable[[str], object] | None = None,
+    remedy: str = "name another",
 ) -> Iterator[None]:
     """Lock a folder against other writers in this context; the folder is created if needed.
 
@@ -104,7 +108,7 @@ def sole_writer(
         if error.errno == errno.ENOSPC:
             raise
         raise InputError(
-            f"the folder must be writable, and {folder} is not ({error.strerror}); name another"
+            f"the folder must be writable, and {folder} is not ({error.strerror}); {remedy}"
         ) from error
     try:
         yield
@@ -122,7 +126,8 @@ def write_once(
     """Write a folder of a cache unless it exists; one process writes it, and others wait."""
     if folder.is_dir():
         return
-    with sole_writer(folder.parent, f".{folder.name}.lock", wait=wait):
+    remedy = "set SPECHEADS_CACHE to another"
+    with sole_writer(folder.parent, f".{folder.name}.lock", wait=wait, remedy=remedy):
         # another process may have written it while this one waited for the lock
         if not folder.is_dir():
             remove_incomplete(folder.parent, folder.name)

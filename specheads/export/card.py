@@ -3,6 +3,8 @@
 `card.md.jinja` holds the text, and `read_summary` removes what identifies the machine.
 """
 
+import hashlib
+import warnings
 from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
@@ -129,9 +131,18 @@ def hub_id(source: Mapping[str, Any]) -> str:
 
 
 def write_card(run: RunDirectory, settings: Mapping[str, Any], head: Head, base: BaseEnds) -> None:
-    """Write README.md of a run's head before it is published."""
-    text = model_card(read_summary(run, settings, base), head, base)
-    write_atomic(run.head / "README.md", text)
+    """Write README.md of a run's head before it is published; keep one that was edited."""
+    file, text = run.head / "README.md", model_card(read_summary(run, settings, base), head, base)
+    if file.is_file() and run.card_hash not in ("", text_hash(file.read_bytes())):
+        warnings.warn(f"{file} was edited, so it is kept; remove it for a new one", stacklevel=2)
+        return
+    write_atomic(file, text)
+    run.record(card=text_hash(text.encode()))
+
+
+def text_hash(data: bytes) -> str:
+    """Return the SHA-256 of a text in hex digits."""
+    return hashlib.sha256(data).hexdigest()
 
 
 def model_card(

@@ -1,6 +1,5 @@
 """Publish a head on the Hugging Face Hub, in one commit or not at all."""
 
-import hashlib
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError, causes, first_line, one_line
 from specheads.core.files import as_json, refuse_outside, to_json
 from specheads.decoding.trees.tuned import FILE
-from specheads.export.card import model_card, read_summary
+from specheads.export.card import model_card, read_summary, text_hash
 from specheads.export.custom_generate import hub_files
 from specheads.heads.load import load_head
 from specheads.runs.directory import RunDirectory
@@ -104,7 +103,7 @@ def push_run(
         del results["provenance"]["command"]
         texts[RESULTS] = as_json(results).encode()
     training = {"settings": about.settings, "provenance": about.provenance}
-    training["files"] = {path: _sha256(text) for path, text in texts.items()}
+    training["files"] = {path: text_hash(text) for path, text in texts.items()}
     texts[SETTINGS] = as_json(training).encode()
     for path, text in texts.items():
         _refuse_secrets(path, text, {repo, about.base_id})
@@ -126,10 +125,6 @@ def _file_of(run: RunDirectory, name: str) -> Path:
     return file
 
 
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 def push(
     repo: str, files: Contents, *, private: bool | None = None, overwrite: bool = False
 ) -> str:
@@ -146,17 +141,22 @@ def push(
         api.create_repo(repo, private=private, exist_ok=True)
         if private is not None:
             api.update_repo_settings(repo, private=private)
-        present = api.list_repo_files(repo)
-        replaced = files if SETTINGS in present else ()
+        present = {*api.list_repo_files(repo)}
+        hashes = _pushed_hashes(api, repo) if SETTINGS in present else None
+        replaced = () if hashes is None else files
         weights = [name for name in present if re.fullmatch(r"[^/]+\.(safetensors|bin|pt)", name)]
-        if foreign := [name for name in weights if name not in replaced]:
+        if foreign := sorted(name for name in weights if name not in replaced):
             raise InputError(
                 f"a head needs a repository of its own, and {repo} holds {foreign[0]}; name another"
             )
-        if not overwrite:
-            _refuse_edited(api, repo, files, present)
         # remove results of an earlier push, because they describe another head
-        old = [name for name in (RESULTS, FILE) if name in present and name not in files]
+        old = [] if hashes is None else [*present.intersection((RESULTS, FILE)).difference(files)]
+        if not overwrite:
+            ours = {SETTINGS} if hashes is not None else set()
+            texts = {path: text for path, text in files.items() if isinstance(text, bytes)}
+            texts |= dict.fromkeys(old, b"")
+            for path in sorted(present.intersection(texts) - ours):
+                _refuse_edited(path, _download(api, repo, path), texts[path], hashes or {}, repo)
         operations = [
             *(CommitOperationAdd(path, content) for path, content in files.items()),
             *(CommitOperationDelete(name) for name in old),
@@ -170,30 +170,30 @@ def push(
         raise InputError(_explain(repo, error)) from error
 
 
-def _refuse_edited(api: HfApi, repo: str, files: Contents, present: Collection[str]) -> None:
-    """Refuse to replace a file that specheads did not write, or that was edited since its push.
-
-    training.json has the hashes of the other files that were pushed with it.
-    """
+def _download(api: HfApi, repo: str, path: str) -> bytes:
     with TemporaryDirectory() as folder:
+        file = api.hf_hub_download(repo, path, local_dir=folder, force_download=True)
+        return Path(file).read_bytes()
 
-        def download(path: str) -> bytes:
-            file = api.hf_hub_download(repo, path, local_dir=folder, force_download=True)
-            return Path(file).read_bytes()
 
-        hashes: dict[str, str] = {}
-        if SETTINGS in present:
-            with suppress(ValueError, AttributeError):
-                hashes = json.loads(download(SETTINGS)).get("files", {})
-        for path, content in files.items():
-            if path not in present or path == SETTINGS or isinstance(content, Path):
-                continue
-            published = download(path)
-            if published != content and _sha256(published) != hashes.get(path):
-                raise InputError(
-                    f"a push replaces no text of others, and {repo} holds {path}, which specheads "
-                    "did not write or which was edited; save it, and push with overwrite=true"
-                )
+def _pushed_hashes(api: HfApi, repo: str) -> dict[str, str] | None:
+    """Return the hashes of the texts of the last push; None if training.json is another file."""
+    with suppress(ValueError, AttributeError, TypeError):
+        training = json.loads(_download(api, repo, SETTINGS))
+        if {"settings", "provenance"} <= training.keys():
+            return {**training.get("files", {})}
+    return None
+
+
+def _refuse_edited(
+    path: str, published: bytes, text: bytes, hashes: Mapping[str, str], repo: str
+) -> None:
+    """Refuse to replace a text that specheads did not write, or that was edited since its push."""
+    if published != text and text_hash(published) != hashes.get(path):
+        raise InputError(
+            f"a push replaces no text of others, and {repo} holds {path}, which specheads did not "
+            "write or which was edited; save it, and push with overwrite=true"
+        )
 
 
 def _explain(repo: str, error: BaseException) -> str:

@@ -28,6 +28,7 @@ from specheads.core.errors import InputError
 from specheads.core.files import (
     as_json,
     atomic_folder,
+    read_json,
     refuse_outside,
     remove_incomplete,
     writable_folder,
@@ -191,6 +192,7 @@ def export_head(
             "parity": {"texts": len(texts), **asdict(parity)},
             "acceptance": profile or {},
             "specheads": collect_provenance().versions["specheads"],
+            "files": _list_files(scratch),
         }
         (scratch / RECORD).write_text(as_json(record), encoding="utf-8")
     return folder.serve, parity
@@ -205,6 +207,12 @@ def _output_folder(out: Path, base: FrozenBase) -> Path:
         raise InputError(
             f"out= must be a new or empty folder, or an earlier export; {out} holds other files"
         )
+    written = read_json(out / RECORD).get("files") if (out / RECORD).is_file() else None
+    if others := [file for file in _list_files(out) if file not in (RECORD, *(written or [file]))]:
+        raise InputError(
+            f"out= is replaced as a whole, and {out} holds {others[0]}, which no export wrote; "
+            "move it, or name another"
+        )
     # the new folder is filled next to the old one and then takes its place
     writable_folder(out.parent)
     in_use = [Path.cwd()] if base.adapter else [Path.cwd(), Path(base.location).resolve()]
@@ -214,6 +222,11 @@ def _output_folder(out: Path, base: FrozenBase) -> Path:
             "name another"
         )
     return out
+
+
+def _list_files(folder: Path) -> list[str]:
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return sorted(file.relative_to(folder).as_posix() for file in files)
 
 
 def _save(folder: Folder, target: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from math import sqrt
@@ -17,7 +18,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from specheads.core.files import dumps, to_json, writable_folder, write_atomic
+from specheads.core.errors import InputError
+from specheads.core.files import dumps, read_json, to_json, writable_folder, write_atomic
 from specheads.decoding.loop import BASE_ORIGIN, Origin, node_origins
 from specheads.measure.plots import PLOTS, draw_plots
 from specheads.measure.results import DecodedText, Interval, Online, Results, TextStep
@@ -32,6 +34,20 @@ from specheads.measure.summary import (
 
 OPTIONAL = {"texts.json", "acceptance.csv", *(f"{name}.png" for name in PLOTS)}
 """Files that only some reports have."""
+
+
+def refuse_other_files(folder: Path) -> None:
+    """Refuse a folder in which a report would replace files that no report wrote."""
+    file = folder / "results.json"
+    with suppress(InputError):
+        if file.is_file() and {"schema", "head", "base"} <= read_json(file).keys():
+            return
+    names = ("report.html", file.name, *sorted(OPTIONAL))
+    if others := [name for name in names if (folder / name).exists()]:
+        raise InputError(
+            f"out= replaces the files of an earlier report, and {folder} holds {others[0]}, which "
+            "no report wrote; name another folder"
+        )
 
 
 def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, Any]]) -> Path:

@@ -26,6 +26,7 @@ from specheads.runs.provenance import collect_provenance
 PROVENANCE_TYPES: dict[str, Any] = {
     "end": str | None,
     "run_id": str,
+    "card": str,
     "base_fingerprint": str,
     "base_config": str,
     "data": str,
@@ -111,8 +112,7 @@ class RunDirectory:
         The base's hidden states were the cause, or else the weights before this step were.
         """
         if self.provenance.is_file():
-            diverged = {"step": step, "by_base": by_base}
-            write_atomic(self.provenance, as_json({**self._provenance(), "diverged": diverged}))
+            self.record(diverged={"step": step, "by_base": by_base})
 
     def _refuse_changed(self, config_text: str, identity: dict[str, Any]) -> list[dict[str, Any]]:
         """Raise if a setting or fact changed; return the changes that fix a divergence."""
@@ -155,7 +155,7 @@ class RunDirectory:
             owner = self._save(head, folder, self.adapter, f"../{self.adapter.name}")
         # training may have it in another form
         head.load_state_dict(load_head(self.head).state_dict())
-        write_atomic(self.provenance, as_json({**self._provenance(), **owner, "end": _now()}))
+        self.record(**owner, end=_now())
 
     def keep_best(self, head: Head, adapter: lora.Adapter | None, score: dict[str, Any]) -> None:
         """Save a head, which may be in training, with its adapter and score in best/."""
@@ -182,6 +182,15 @@ class RunDirectory:
         head.save_pretrained(folder)
         head.base_fingerprint = made_for
         return adapter_record
+
+    def record(self, **facts: Any) -> None:
+        """Add facts to provenance.json."""
+        write_atomic(self.provenance, as_json({**self._provenance(), **facts}))
+
+    @property
+    def card_hash(self) -> str:
+        """Hash of the card that was written last; empty for an older run."""
+        return self._provenance().get("card", "")
 
     def _provenance(self) -> dict[str, Any]:
         record = read_json(self.provenance)

@@ -107,6 +107,44 @@ def test_only_this_machine_is_reached_without_a_proxy(
             http_client(url, DefaultHttpxClient)
 
 
+@pytest.mark.parametrize("command", ["train", "evaluate", "push", "simulate", "chat"])
+@pytest.mark.parametrize("closed", [("stdout",), ("stdout", "stderr")])
+def test_command_without_an_output_ends_as_with_one(
+    command: str, closed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    for name in closed:
+        monkeypatch.setattr(sys, name, None)
+    call(command, ["--help"])
+    with pytest.raises(SystemExit) as left:
+        call(command, ["nothing.like.this=1"])
+    assert left.value.code == 2
+    for name in closed:
+        getattr(sys, name).close()
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a.json"), "ulimit -n"),
+        (OSError(errno.ENFILE, os.strerror(errno.ENFILE), "a.json"), "ulimit -n"),
+        (OSError(errno.EFBIG, os.strerror(errno.EFBIG), "model.safetensors"), "-f"),
+        (RuntimeError("can't start new thread"), "pids.max"),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "smaller base"),
+        (RuntimeError("std::bad_alloc"), "smaller base"),
+    ],
+)
+def test_limit_of_the_shell_is_named(
+    error: Exception, remedy: str, monkeypatch: pytest.MonkeyPatch, refusal: Any
+):
+    def fail(_: str) -> str:
+        raise error
+
+    monkeypatch.setattr("specheads.commands._call.help_text", fail)
+    line = refusal("train", "--help")
+    assert remedy in line
+    assert "its name" not in line
+
+
 HEAD = str(data_dir("recipes") / "smollm2_long/head")
 NEEDS_HUB = {
     "train": ["recipe=smoke"],
@@ -129,6 +167,30 @@ def test_command_without_a_network_names_the_variable(
     line = refusal(command, *NEEDS_HUB[command], "base=ada/base")
     assert "ada/base" in line
     assert "unset HF_HUB_OFFLINE" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("train", ["preview=1"]),
+        ("train", []),
+        ("train", ["dry_run=true", "schedule.phases.corpus.batch_size=auto"]),
+        ("distill", ["out=text"]),
+        ("distill", ["preview=1"]),
+    ],
+)
+def test_cache_without_write_rights_names_its_variable(
+    command: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Any
+):
+    def locked(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("specheads.core.files.FileLock.acquire", locked)
+    line = refusal(command, "recipe=smoke", "base=tiny_code", *words)
+    assert str(tmp_path / "cache") in line
+    assert "set SPECHEADS_CACHE" in line
 
 
 WRITES = {

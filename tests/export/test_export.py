@@ -544,6 +544,21 @@ def test_export_replaces_only_an_earlier_export(base, texts, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
+    "name", ["NOTES.md", "vllm.json", "in/notes.txt", ".env", "base/config.json", "run.sh"]
+)
+def test_export_keeps_files_that_were_added_to_an_earlier_one(base, texts, tmp_path, name):
+    head, out = make("redrafter", base), tmp_path / "out"
+    export_head(head, base, "vllm", out, texts[:1])
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("mine")
+    with pytest.raises(InputError, match=f"holds {name}, which no export wrote; move it"):
+        export_head(head, base, "vllm", out, texts[:1])
+    assert (out / name).read_text() == "mine"
+    (out / name).unlink()
+    export_head(head, base, "vllm", out, texts[:1])
+
+
+@pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("file", "file is a file"),

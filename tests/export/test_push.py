@@ -118,7 +118,8 @@ def files(run: RunDirectory) -> hub.Contents:
     """Return files of a push: from memory and from disk, small and large."""
     weights = run.head / "model.safetensors"
     card = b"---\nlicense: mit\n---\nA head"
-    return {"README.md": card, "model.safetensors": weights, "training.json": b"{}"}
+    training = b'{"settings": {}, "provenance": {}}'
+    return {"README.md": card, "model.safetensors": weights, "training.json": training}
 
 
 def blobs(files: hub.Contents) -> dict[str, Blob]:
@@ -324,7 +325,7 @@ def test_variables_are_secret_by_whole_words(name, value, is_secret, publish, mo
 
 
 FOREIGN = [
-    *("README.md", "config.json", "results.json"),
+    *("README.md", "config.json", "results.json", "training.json"),
     *("custom_generate/generate.py", "custom_generate/requirements.txt"),
 ]
 
@@ -420,6 +421,60 @@ MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "base_repo": ({"base_repo": "../x"}, "base_repo must be USER/NAME"),
     "repository of another user": ({"repo": "eve/head"}, "under eve); check repo="),
 }
+
+
+@pytest.mark.parametrize("training", [None, b"{}", b'{"args": 1}', b"[]", b"text"])
+def test_results_of_another_project_stay(training, publish, server, run):
+    shutil.rmtree(run.report)
+    repository = server.repositories[REPO] = Repository(private=False)
+    others = {"results.json": b"others", "tuned.json": b"others"}
+    others |= {"training.json": training} if training else {}
+    repository.commit({path: Blob(data, large=False) for path, data in others.items()})
+    if training:
+        assert f"{REPO} holds training.json" in refusal(publish)
+        assert server.files(REPO) == others
+    else:
+        publish()
+        assert {"README.md", "model.safetensors"} < {*server.files(REPO)}
+    assert others.items() - {("training.json", training)} <= server.files(REPO).items()
+
+
+@pytest.mark.parametrize("path", ["results.json", "tuned.json"])
+def test_results_that_were_edited_are_removed_only_if_asked(path, publish, server, run):
+    (run.head / "tuned.json").write_text(dumps(made_up()))
+    publish()
+    repository = server.repositories[REPO]
+    edited = {path: Blob(b"by hand", large=False)}
+    repository.commit(repository.commits[repository.head] | edited)
+    (run.head / "tuned.json").unlink()
+    shutil.rmtree(run.report)
+    assert f"{REPO} holds {path}" in refusal(publish)
+    assert server.files(REPO)[path] == b"by hand"
+    publish(overwrite=True)
+    assert path not in server.files(REPO)
+
+
+def test_weights_of_another_project_with_a_training_json_stay(publish, server):
+    repository = server.repositories[REPO] = Repository(private=False)
+    others = {"training.json": b'{"epochs": 3}', "model.safetensors": b"others"}
+    repository.commit({path: Blob(data, large=False) for path, data in others.items()})
+    assert "a repository of its own" in refusal(publish, overwrite=True)
+    assert server.files(REPO) == others
+
+
+def test_card_that_was_edited_is_kept(run, base):
+    settings = asdict(read_run_settings(run.config, Train))
+    head, file = load_head(run.head), run.head / "README.md"
+    card.write_card(run, settings, head, base)
+    written = file.read_text()
+    card.write_card(run, settings, head, base)
+    file.write_text(f"{written}My own words.\n")
+    with pytest.warns(UserWarning, match="README.md was edited, so it is kept; remove it"):
+        card.write_card(run, settings, head, base)
+    assert file.read_text().endswith("My own words.\n")
+    file.unlink()
+    card.write_card(run, settings, head, base)
+    assert file.read_text() == written
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

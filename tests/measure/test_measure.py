@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head, Projection, States
+from specheads.core.errors import InputError
 from specheads.core.files import to_json
 from specheads.data.prompts import Prompt, PromptSet
 from specheads.decoding.sampling import Sampling
@@ -351,6 +352,32 @@ def test_report_folder_is_complete_and_has_no_stale_files(tmp_path):
         picture = path.read_bytes()
         assert picture.startswith(b"\x89PNG")
         assert len(picture) > 5000
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"loss.png": "mine"},
+        {"results.json": "mine"},
+        {"results.json": '{"accuracy": 1}'},
+        {"results.json": "[]", "report.html": "mine"},
+        {"texts.json": "mine"},
+        {"acceptance.csv": "mine", "results.json": '{"schema": 1}'},
+    ],
+)
+def test_report_replaces_no_files_of_others(tmp_path, files):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match="which no report wrote; name another folder"):
+        report.refuse_other_files(tmp_path)
+
+
+def test_report_replaces_an_earlier_one_next_to_other_files(tmp_path):
+    (tmp_path / "notes.md").write_text("mine")
+    report.refuse_other_files(tmp_path)
+    report.write_report(tmp_path, results(), HISTORY)
+    report.refuse_other_files(tmp_path)
+    assert (tmp_path / "notes.md").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,13 @@ def refuse_other_text(folder: Path, claim: dict[str, Any]) -> None:
     """Raise if a folder has text that something else determines than `claim`."""
     mark = folder / MARK
     if not mark.is_file():
+        shards = sorted(folder.glob("shard-*.parquet"))
+        others = [file for file in shards if not _is_shard(file)]
+        if others := others if shards else [*folder.glob("report.md")]:
+            raise InputError(
+                f"generated text needs a folder of its own, and {folder} has another "
+                f"{others[0].name}; choose another folder"
+            )
         return
     try:
         before = dict(json.loads(mark.read_bytes()))
@@ -115,6 +123,12 @@ def refuse_all_dropped(folder: Path, num_samples: int, dropped: dict[str, int]) 
             f"(dropped: {counts}); {REMEDIES[next(iter(dropped))]}, and generate the text into "
             "another folder: out=FOLDER, or another name of the run"
         )
+
+
+def _is_shard(file: Path) -> bool:
+    with suppress(pa.ArrowException, OSError):
+        return pq.read_schema(file).equals(SCHEMA)
+    return False
 
 
 def _shard_file(folder: Path, block: int) -> Path:

@@ -237,6 +237,25 @@ def ending_base() -> FrozenBase:
     return FrozenBase(model)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "report.md",
+        "shard-00000.parquet",
+        "shard-00001.parquet",
+        "shard-1.parquet",
+        "shard-.parquet",
+    ],
+)
+def test_files_of_others_stay(name: str, tmp_path: Path):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(InputError, match=rf"a folder of its own, .* another {name}; choose"):
+        write(tmp_path)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "mine")]
+    # follow the remedy
+    assert write(tmp_path / "another")
+
+
 LOOP = [*[7, 8, 9] * 20, END]
 
 
