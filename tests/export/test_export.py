@@ -618,10 +618,10 @@ def command(head: Head, base: FrozenBase, engine: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "engine", "component"),
     [
-        ("medusa", "vllm", "serve ada/base --revision v2 --spec"),
+        ("medusa", "vllm", "--model ada/base --revision v2 --spec"),
         ("eagle3", "sglang", "--model-path ada/base --revision v2 --spec"),
         ("eagle3", "tensorrt_llm", "serve ada/base --revision v2 --backend"),
-        ("dflash", "speculators", "serve /serve/head --revision v2"),
+        ("dflash", "speculators", "--model /serve/head --revision v2"),
         # TGI has no option for a revision
         ("mlp_speculator", "tgi", "3  # it loads the base's main, and the head is for v2"),
     ],
