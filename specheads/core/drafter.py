@@ -257,10 +257,13 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         None if the head has no confidence output. `confidence` returns it during a draft.
         """
 
-    def selector_scores(
-        self, state: Hidden, candidates: Int[Tensor, "*batch candidate"]
-    ) -> Float[Tensor, "*batch candidate"]:
-        """Return what a head with `num_candidates` adds to the logits of these columns."""
+    def candidate_logits(
+        self, state: Hidden, level: int, best: Int[Tensor, " *batch"]
+    ) -> tuple[Float[Tensor, "*batch candidate"], Int[Tensor, " *batch"]]:
+        """Return the logits of the candidates of a head with `num_candidates`, for its loss.
+
+        Also return the index of the best column, which replaces the last candidate if it is none.
+        """
         raise NotImplementedError
 
     def projection_rows(

@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torch.utils.checkpoint import checkpoint
 
 from specheads.core.drafter import Head
 from specheads.training.losses import LOSSES, BaseRows, Needs, RowLoss, argmax_of_rows
@@ -134,55 +133,24 @@ def confidence_loss(
 
 
 def selector_loss(
-    head: Head,
-    states: Sequence[Float[Tensor, "row width"]],
-    projections: Sequence[Projection],
-    targets: Sequence[Targets],
+    head: Head, states: Sequence[Float[Tensor, "row width"]], targets: Sequence[Targets]
 ) -> Float[Tensor, " depth"]:
     """Return the cross-entropy per depth of the base's best token among the head's candidates.
 
-    A best token that is no candidate replaces the last one. Rows without a label are excluded.
+    Rows without a label are excluded.
 
     Source: vllm-project/speculators 0.9, models/dflash2/metrics.py.
     """
     means = []
-    for state, projection, target in zip(states, projections, targets, strict=True):
-        weight, bias = (None if tensor is None else tensor.to(state.dtype) for tensor in projection)
-        assert weight is not None
-        chunk_rows = rows_of(weight, CONFIDENCE_LOGITS)
-        chunks = zip(state.split(chunk_rows), target.base_hidden.split(chunk_rows), strict=True)
-        losses = [
-            _candidate_losses(head, chunk, target.project(hidden).argmax(-1), weight, bias)
-            for chunk, hidden in chunks
-        ]
+    for level, (state, target) in enumerate(zip(states, targets, strict=True)):
+        losses, rows = [], rows_of(head.projection(level).weight, CONFIDENCE_LOGITS)
+        for chunk, hidden in zip(state.split(rows), target.base_hidden.split(rows), strict=True):
+            best = target.project(hidden).argmax(-1)
+            logits, labels = head.candidate_logits(chunk, level, best)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            losses.append(F.cross_entropy(logits, labels, reduction="none"))
         means.append(mean_over_labels(torch.cat(losses), target))
     return torch.stack(means)
-
-
-def _candidate_losses(
-    head: Head,
-    states: Float[Tensor, "row state"],
-    best: Int[Tensor, " row"],
-    weight: Float[Tensor, "vocab width"],
-    bias: Tensor | None,
-) -> Float[Tensor, " row"]:
-    """Return the cross-entropy of each row's best token among its candidates."""
-    hidden = states[:, : weight.shape[1]]
-    with torch.no_grad():
-        candidates = F.linear(hidden, weight, bias).topk(head.num_candidates).indices
-        is_missing = (candidates != best[:, None]).all(-1)
-        candidates[:, -1] = torch.where(is_missing, best, candidates[:, -1])
-    # the rows of the weight for all candidates are large: the backward pass reads them again
-    unary: Any = checkpoint(_multiply_rows, weight, candidates, hidden, use_reentrant=False)
-    scores = unary + head.selector_scores(states, candidates)
-    scores = scores if bias is None else scores + bias[candidates]
-    labels = (candidates == best[:, None]).int().argmax(-1)
-    precision = torch.promote_types(scores.dtype, torch.float32)
-    return F.cross_entropy(scores.to(precision), labels, reduction="none")
-
-
-def _multiply_rows(weight: Tensor, rows: Tensor, hidden: Tensor) -> Tensor:
-    return (F.embedding(rows, weight) @ hidden[..., None])[..., 0]
 
 
 def mean_over_labels(losses: Float[Tensor, " row"], targets: Targets) -> Float[Tensor, ""]:

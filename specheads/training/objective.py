@@ -172,7 +172,7 @@ class Objective(nn.Module):
         hidden = [state[:, : self.head.width] for state in states] if selects else states
         result = depth_loss(hidden, projections, targets, loss=loss, weights=weights)
         if selects:
-            by_depth = selector_loss(self.head, states, projections, targets)
+            by_depth = selector_loss(self.head, states, targets)
             return result._replace(total=result.total + weighted_sum(by_depth, weights))
         confidence = [self.head.confidence_logits(state) for state in states]
         predicted = [logits for logits in confidence if logits is not None]

@@ -183,13 +183,13 @@ def _flipped(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("error", ["candidates off by one", "sees the future"])
 def test_planted_errors_of_dflash2_are_found(error: str, monkeypatch: pytest.MonkeyPatch):
-    scores, forward = dflash2.Head.selector_scores, dflash2.BlockConvolution.forward
+    scores, forward = dflash2.Head._selector_scores, dflash2.BlockConvolution.forward
     if error == "sees the future":
         monkeypatch.setattr(dflash2.BlockConvolution, "forward", _flipped(forward))
     else:
         monkeypatch.setattr(
             dflash2.Head,
-            "selector_scores",
+            "_selector_scores",
             lambda self, state, candidates: scores(self, state, (candidates + 1) % 61),
         )
     with pytest.raises(AssertionError):

@@ -143,7 +143,7 @@ def test_unsupported_modules_are_refused_in_one_line(tensor: str, message: str, 
     [
         ({"hidden_act": "gelu"}, r"hidden_act='gelu' \(only 'silu'\)"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"kv_lora_rank": 512, "n_routed_experts": 8}, "kv_lora_rank=512, n_routed_experts=8"),
+        ({"kv_lora_rank": 512, "scoring_func": "x"}, "kv_lora_rank=512, scoring_func='x'"),
         ({"num_attention_heads": 0}, "do not describe a head: ZeroDivisionError"),
     ],
 )

@@ -286,6 +286,7 @@ def test_public_folders_load_and_draft_exactly_or_name_the_key(name: str, tmp_pa
 
 PEAGLE = {"kind": "eagle3", "parallel": True, "num_layers": 2}
 DOMINO = {"projector_type": "domino", "gru_hidden_dim": 8, "emb_dim": 4, "shift_label": True}
+XPRESS = {"speculators_model_type": "xpress", "architectures": ["XPressSpeculator"]}
 CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "sliding_window": 2048}
 
 
@@ -296,6 +297,7 @@ CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "sliding_windo
         ({"kind": "eagle3"}, {"rope_scaling": {"type": "dynamic", "alpha": 1000.0}}, "'dynamic'"),
         (PEAGLE, {"num_hidden_layers": 2}, "mask_hidden needs one of mask_token_id, .* add it"),
         (DFLASH_HEAD, BLOCK | {"dflash_config": LAYER_IDS | DOMINO}, "projector_type='domino'"),
+        (DFLASH_HEAD, BLOCK | XPRESS, r"checkpoint of .* names \['XPressSpeculator'\]"),
         (DFLASH_HEAD, BLOCK | {"dflash_config": LAYER_IDS} | CHUNKS, "layer_types=.*chunked"),
         (
             DSPARK_HEAD,

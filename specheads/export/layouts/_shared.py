@@ -221,6 +221,8 @@ DFLASH: AllowedSettings = {**BLOCK, "sample_from_anchor": (False,)}
 """vLLM and SGLang have no DFlash that samples from the anchor."""
 DFLASH2: AllowedSettings = {**DFLASH, **all_of(*OWN_SETTINGS["dflash2"])}
 """Its settings; no engine has a DFlash 2 with a draft vocabulary."""
+BLOCKS = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}
+"""Settings of each kind of block heads."""
 CLASSES = {
     "dflash": ("DFlashSpeculator", "DFlashDraftModel"),
     "dflash2": ("DFlash2DraftModel", "DFlash2DraftModel"),

@@ -73,10 +73,6 @@ LAYOUTS = {
         kind: Layout(
             blocks_folder, settings, "layout", READ, lowest=1, objection=_shared.scaled_embedding
         )
-        for kind, settings in (
-            ("dflash", _shared.DFLASH),
-            ("dflash2", _shared.DFLASH2),
-            ("dspark", _shared.DSPARK),
-        )
+        for kind, settings in _shared.BLOCKS.items()
     },
 }

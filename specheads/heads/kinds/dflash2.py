@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from specheads.core.cpu.weight_layout import product
 from specheads.core.drafter import Hidden, Nodes
@@ -134,24 +135,37 @@ class Head(BlockHead):
         rows = F.embedding(tokens, self.candidate_selector.predecessor_codebook)
         return torch.cat([hidden.expand(-1, tokens.shape[1], -1).to(rows.dtype), rows], dim=-1)
 
-    def selector_scores(
-        self, state: Hidden, candidates: Int[Tensor, "*batch candidate"]
-    ) -> Float[Tensor, "*batch candidate"]:
-        """Return the scores that the selector adds to the logits of these columns."""
-        selector = self.candidate_selector
-        hidden, rows = state[..., : self.width], state[..., self.width :]
-        context = rows * selector.hidden_projection(hidden)
-        successors = F.embedding(candidates, selector.successor_codebook)
-        return (successors @ context.to(successors.dtype)[..., None])[..., 0]
-
     def logits(self, state: Hidden, level: int) -> Float[Tensor, "*batch vocab"]:
         """Return the logits of a state of this level."""
         unary = product(state[..., : self.width], *self.projection(level))
         best, candidates = unary.topk(self.num_candidates)
-        scores = (best + self.selector_scores(state, candidates)).to(unary.dtype)
+        scores = (best + self._selector_scores(state, candidates)).to(unary.dtype)
         # no other token has a larger logit than the last candidate
         lowest = scores.amin(-1, keepdim=True) - MARGIN
         return (unary - best[..., -1:] + lowest).scatter(-1, candidates, scores)
+
+    def candidate_logits(self, state: Hidden, level: int, best: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of the candidates of rows, and the index of the best column."""
+        hidden, (weight, bias) = state[:, : self.width], self.projection(level)
+        with torch.no_grad():
+            candidates = F.linear(hidden, weight.to(hidden.dtype), bias)
+            candidates = candidates.topk(self.num_candidates).indices
+            is_missing = (candidates != best[:, None]).all(-1)
+            candidates[:, -1] = torch.where(is_missing, best, candidates[:, -1])
+        # the rows of the weight for all candidates are large: the backward pass reads them again
+        unary: Any = checkpoint(_multiply_rows, weight, candidates, hidden, use_reentrant=False)
+        logits = unary + self._selector_scores(state, candidates)
+        logits = logits if bias is None else logits + bias[candidates]
+        return logits, (candidates == best[:, None]).int().argmax(-1)
+
+    def _selector_scores(self, state: Tensor, candidates: Tensor) -> Tensor:
+        selector = self.candidate_selector
+        context = state[..., self.width :] * selector.hidden_projection(state[..., : self.width])
+        return _multiply_rows(selector.successor_codebook, candidates, context)
+
+
+def _multiply_rows(table: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    return (F.embedding(rows, table).to(values.dtype) @ values[..., None])[..., 0]
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead | None:

@@ -123,12 +123,6 @@ EXPERT_SETTINGS = (
     *("routed_scaling_factor", "n_group", "topk_group"),
 )
 """Settings of these classes."""
-OF_OTHER_LAYERS = (
-    *("first_k_dense_replace", "use_qk_norm", "decoder_sparse_step", "full_attention_interval"),
-    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads"),
-)
-"""Settings of bases with experts that do not matter here, or that the tensors decide."""
 
 
 def build_experts(settings: Mapping[str, Any], width: int) -> nn.Module:
@@ -158,7 +152,7 @@ EXPERT = re.compile(re.escape(MLP) + r"experts\.(\d+)\.")
 
 def from_public(weights: Mapping[str, Tensor], *, output_gate: bool) -> dict[str, Tensor]:
     """Stack the matrices of all experts, as transformers does, and complete the norms."""
-    weights = _shift_norms(weights, 1) if output_gate else dict(weights)
+    weights = _shift_norms(weights, output_gate)
     count = 1 + max((int(match[1]) for match in map(EXPERT.match, weights) if match), default=-1)
     parts: dict[str, list[Tensor]] = {"gate": [], "up": [], "down": []}
     for part, matrices in parts.items():
@@ -173,7 +167,7 @@ def from_public(weights: Mapping[str, Tensor], *, output_gate: bool) -> dict[str
 
 def to_public(weights: Mapping[str, Tensor], *, output_gate: bool) -> dict[str, Tensor]:
     """Undo `from_public`."""
-    weights = _shift_norms(weights, -1) if output_gate else dict(weights)
+    weights = _shift_norms(weights, -output_gate)
     joint = weights.pop(f"{MLP}experts.gate_up_proj", None)
     if joint is not None:
         matrices = [*joint.chunk(2, dim=1), weights.pop(f"{MLP}experts.down_proj")]
@@ -184,7 +178,7 @@ def to_public(weights: Mapping[str, Tensor], *, output_gate: bool) -> dict[str, 
 
 
 def _shift_norms(weights: Mapping[str, Tensor], by: int) -> dict[str, Tensor]:
-    return {name: value + by if "norm" in name else value for name, value in weights.items()}
+    return {name: value + by if by and "norm" in name else value for name, value in weights.items()}
 
 
 PROJECTION = re.compile(
@@ -207,10 +201,13 @@ FIXED = PLAIN | {"mtp_layer_types": "full_attention", "mtp_mlp_layer_types": "de
 """Settings of public checkpoints with the only supported value of each."""
 UNREAD = (
     *("text_config", "num_nextn_predict_layers", "vision_config", "language_model_only"),
-    *("mlp_layer_types", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    *("norm_topk_prob", "router_aux_loss_coef"),
+    *("mlp_layer_types", "num_local_experts", "router_aux_loss_coef", "partial_rotary_factor"),
+    # the next ones describe other layers of the base, or the tensors decide
+    *("first_k_dense_replace", "use_qk_norm", "decoder_sparse_step", "full_attention_interval"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
 )
-"""A section, and settings without effect: one layer is applied again and again."""
+"""Settings that are read elsewhere, or have no effect: one layer is applied again and again."""
 
 
 def module_names(names: Iterable[str]) -> tuple[str, dict[str, str]]:
@@ -264,8 +261,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         "mtp",
         *sections,
         config.get("speculators_config", {}),
-        used=(*LAYERS, *SPECULATORS, *UNREAD, "partial_rotary_factor")
-        + ((*EXPERT_SETTINGS, *OF_OTHER_LAYERS) if has_experts else ()),
+        used=(*LAYERS, *SPECULATORS, *UNREAD, *EXPERT_SETTINGS),
         fixed=fixed,
         remedy="train head=mtp instead",
     )

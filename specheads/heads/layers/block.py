@@ -323,10 +323,7 @@ COPIES = (
 
 
 def read_block(
-    head: type[BlockHead],
-    kind: type[BlockConfig],
-    config: dict[str, Any],
-    tensors: dict[str, Tensor],
+    head: type[BlockHead], kind: type[BlockConfig], config: dict[str, Any], tensors: dict[str, Any]
 ) -> BlockHead | None:
     """Read a folder of z-lab, DeepSpec, speculators or transformers; None for another layout.
 
@@ -346,12 +343,12 @@ def read_block(
     causal, used = False, OWN_SETTINGS[network]
     by_modelopt = not by_speculators and bool(settings.get("use_swa"))
     if by_speculators:
-        default = network == "dflash2"
-        causal = bool(window) and not settings.get("sliding_window_non_causal", default)
+        bidirectional = settings.get("sliding_window_non_causal", network == "dflash2")
+        causal = bool(window) and not bidirectional
     elif by_modelopt:
         # the window of all layers, which are still named full
         window, full_layers = settings.get("swa_window_size"), []
-        plain = {"layer_types": "full_attention"}
+        plain, used = {"layer_types": "full_attention"}, (*used, *MODELOPT)
         window = window if is_allowed(PositiveInt, window) else None
         # an explicit is_causal has priority, and must be false
         causal = bool(settings.get("causal")) and settings.get("is_causal") is None
@@ -366,9 +363,7 @@ def read_block(
         config,
         *(config.get(name, {}) for name in (*SECTIONS, "dflash_config")),
         {"rope_type": scaling.get("rope_type")},
-        used=(*LAYERS, *SPECULATORS, *USED, *FIXED_MARKOV, *used)
-        + (MODELOPT if by_modelopt else ())
-        + (CONFIDENCE if markov else ()),
+        used=(*LAYERS, *SPECULATORS, *USED, *FIXED_MARKOV, *used) + (CONFIDENCE if markov else ()),
         fixed=FIXED
         | (FIXED_MARKOV if markov else {})
         | {"target_hidden_size": settings["hidden_size"]}
