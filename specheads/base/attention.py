@@ -111,13 +111,15 @@ class GroupedAttention:
 
 
 class CountedAttention(GroupedAttention):
-    """Attention that counts the layers that call it."""
+    """Attention that counts the layers that call it; `plain` leaves out changed scores."""
 
-    num_calls = 0
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.plain, self.num_calls = plain, 0
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         """Count the call, and compute attention."""
-        self.num_calls += 1
+        self.num_calls += not (self.plain and changes_scores(inputs))
         return super().__call__(inputs)
 
 
@@ -193,13 +195,19 @@ class LayerAttention:
     rows: Tensor
     """Row and slot of each new position."""
     slots: Tensor
+    lengths: Tensor
+    """Number of committed slots of each row."""
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
-        """Compute attention (batch, node, heads, width); the mask may be repeated already."""
+        """Compute attention (batch, node, heads, width); the mask may be repeated already.
+
+        A mask of the nodes alone (batch, 1, node, node) stands for one over all slots.
+        """
         refuse_changed_scores(inputs, "compile=true on CUDA")
         _, query, key, value, mask, scaling, _ = inputs
         memory = self.keys, self.values, self.keys_index, self.values_index
-        return _opaque_layer(query, key, value, mask, scaling, *memory, self.rows, self.slots)
+        places = self.rows, self.slots, self.lengths
+        return _opaque_layer(query, key, value, mask, scaling, *memory, *places)
 
 
 def _attend_layer(
@@ -214,6 +222,7 @@ def _attend_layer(
     values_index: int,
     rows: Tensor,
     slots: Tensor,
+    lengths: Tensor,
 ) -> Tensor:
     keys, values = keys[keys_index - FIRST_INDEX], values[values_index - FIRST_INDEX]
     keys[rows, :, slots] = key.transpose(1, 2)
@@ -221,6 +230,9 @@ def _attend_layer(
     group = query.shape[1] // key.shape[1]
     if mask.shape[2] != group * query.shape[2]:
         mask = repeat_mask(mask[:, :, : query.shape[2]], group)
+    if mask.shape[-1] == key.shape[2]:
+        text = attend_text(query, keys[: len(query)], values[: len(query)], lengths, scaling)
+        return merge_parts(text, attend_nodes(query, key, value, mask, scaling))
     batch, end = len(query), mask.shape[-1]
     return attend_folded(query, keys[:batch, :, :end], values[:batch, :, :end], mask, scaling)
 
@@ -231,6 +243,68 @@ def _layer_shape(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 _opaque_layer = opaque("layer_attention", _attend_layer, _layer_shape)
+
+
+# --- trees in two parts: the text needs no mask --------------------------------------------------
+
+Part = tuple[Tensor, Tensor]
+"""Attention to some of the keys (batch, heads, node, width), and the logarithm of each sum of
+exponentials (batch, heads, node)."""
+
+
+def attend_text(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scaling: float | None
+) -> Part:
+    """Attend to the first `lengths` slots of each row, at least one."""
+    batch, heads, nodes, slots = *query.shape[:3], keys.shape[2]
+    if query.device.type == "cpu":
+        is_text = torch.arange(slots, device=lengths.device) < lengths[:, None]
+        mask = torch.zeros_like(is_text, dtype=query.dtype).masked_fill_(~is_text, -torch.inf)
+        group = heads // keys.shape[1]
+        return attend_nodes(
+            query, keys, values, mask[:, None, None].expand(-1, 1, group * nodes, -1), scaling
+        )
+    # rows are one sequence of slots, each with a bound of its own: no mask, and no copy of keys
+    bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+    queries, keys, values = (
+        states.transpose(1, 2).flatten(0, 1) for states in (query, keys, values)
+    )
+    out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
+        *(queries, keys, values, bounds * nodes, bounds * slots, nodes, slots, 0.0, False, False),
+        scale=scaling,
+        seqused_k=lengths.int(),
+    )
+    out = out.unflatten(0, (batch, nodes)).transpose(1, 2)
+    return out, log_sum.unflatten(1, (batch, nodes)).transpose(0, 1)
+
+
+def attend_nodes(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+) -> Part:
+    """Attend under a mask that is repeated for the query heads that share keys."""
+    batch, heads, nodes = query.shape[:3]
+    folded = query.reshape(batch, key.shape[1], -1, query.shape[-1])
+    if query.device.type == "cpu":
+        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            folded, key, value, attn_mask=mask, scale=scaling
+        )
+    else:
+        out, log_sum, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            folded, key, value, mask.expand(-1, key.shape[1], -1, -1), True, scale=scaling
+        )
+    # the kernel pads the sums
+    log_sum = log_sum[..., : folded.shape[2]].reshape(batch, heads, nodes)
+    return out.reshape(batch, heads, nodes, -1), log_sum
+
+
+def merge_parts(first: Part, second: Part) -> Tensor:
+    """Return attention (batch, node, heads, width) to the keys of both parts.
+
+    Source: Dao et al. 2022, arXiv:2205.14135, section 3.1, for the merge of softmax by parts.
+    """
+    share = (first[1] - second[1]).sigmoid()[..., None]
+    mixed = share * first[0] + (1 - share) * second[0]
+    return mixed.to(first[0].dtype).transpose(1, 2).contiguous()
 
 
 # --- documents: masked scores are not computed ----------------------------------------------------

@@ -7,6 +7,7 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from specheads.base.compile import EXTENT
 from specheads.base.recurrent import LayerKind, RecurrentLayer
 from specheads.core.drafter import refuse_scattering
 from specheads.core.errors import InputError
+from specheads.core.kernels import flash_supports
 from specheads.core.machine import to_device
 
 CHAINS_ONLY = (
@@ -86,6 +88,28 @@ class RowCache(Cache, ABC):
         end = self.longest + length
         return _round_up(end) if self.static else end
 
+    @property
+    @abstractmethod
+    def graphs(self) -> dict[Hashable, Any]:
+        """Recordings of forwards over this memory: see `compile.Recorder`."""
+
+    @property
+    @abstractmethod
+    def buffers(self) -> list[Tensor]:
+        """The memory that a recorded forward reads and writes, at its addresses."""
+
+    def places(self, rows: int) -> tuple[Tensor, ...]:
+        """Return where the rows of the reserved forward are, padded to so many rows.
+
+        They are further inputs of a recorded forward. Empty if all of it is in `buffers`: then no
+        rows are added.
+        """
+        return ()
+
+    def at(self, places: tuple[Tensor, ...]) -> AbstractContextManager[None]:
+        """Read and write rows at these places in this context."""
+        return nullcontext()
+
     @abstractmethod
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
         """Make room for a forward of `length` positions; row b can commit `counts[b]` of them."""
@@ -94,9 +118,12 @@ class RowCache(Cache, ABC):
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's new positions into each row's scratch; return the slots in use."""
 
-    def commit(self, paths: list[list[int]]) -> None:
-        """Keep nodes `paths[b]` of the last forward, in order; discard the rest."""
-        if any(path != list(range(len(path))) for path in paths):
+    def commit(self, paths: list[list[int]], *, moved: bool = False) -> None:
+        """Keep nodes `paths[b]` of the last forward, in order; discard the rest.
+
+        `moved` says that `move` has copied them to their slots.
+        """
+        if not moved and any(path != list(range(len(path))) for path in paths):
             if self.recurrent:
                 raise InputError(CHAINS_ONLY)
             self._move(paths)
@@ -111,8 +138,11 @@ class RowCache(Cache, ABC):
         width = max(map(len, paths))
         # rows that keep fewer repeat their last node into slots that stay scratch
         padded = [path + (path[-1:] or [0]) * (width - len(path)) for path in paths]
-        source = self.lengths[:, None] + upload(padded, self.device)
-        self._copy(self.scratch(width), source)
+        self.move(upload(padded, self.device))
+
+    def move(self, path: Tensor) -> None:
+        """Copy nodes `path` (batch, node) of the last forward to the first slots of the scratch."""
+        self._copy(self.scratch(path.shape[1]), self.lengths[:, None] + path)
 
     @abstractmethod
     def _copy(self, target: Tensor, source: Tensor) -> None:
@@ -223,7 +253,7 @@ class Slab:
         self.num_layers, self.capacity = num_layers, capacity
         self.lengths: Tensor | None = None
         self.graphs: dict[Hashable, Any] = {}
-        """CUDA graphs recorded over this memory: see `compile.CudaGraphs`."""
+        """CUDA graphs recorded over this memory: see `compile.Recorder`."""
         self.stacks: list[Tensor] = []
         """Keys and values (index, batch, heads, slot, width); one stack has those of all layers
         with the same shapes, so that one copy commits a step."""
@@ -245,10 +275,7 @@ class Slab:
         rows, num_states = self.rows or len(keys), 2 * self.num_layers
 
         def new_stack(num_states: int, states: Tensor) -> Tensor:
-            sizes = (num_states, rows, states.shape[1], self.capacity, states.shape[-1])
-            # memory allocated in inference mode cannot be written to outside of it
-            with torch.inference_mode(mode=False):
-                return states.new_zeros(sizes)
+            return self._zeros(states, num_states, rows)
 
         if not self.stacks and _shape_key(keys) == _shape_key(values):
             self.stacks.append(new_stack(num_states, keys))
@@ -261,6 +288,17 @@ class Slab:
             self.stacks += new_stack(1, keys), new_stack(1, values)
             self.locations[layer] = StateLocation(first, 0), StateLocation(first + 1, 0)
 
+    def _zeros(self, states: Tensor, num_states: int, rows: int) -> Tensor:
+        """Return memory for keys or values like these (..., heads, slot, width)."""
+        heads, width = states.shape[-3], states.shape[-1]
+        # memory allocated in inference mode cannot be written to outside of it
+        with torch.inference_mode(mode=False):
+            if states.is_cuda:
+                # flash attention reads rows as one sequence of slots
+                sizes = num_states, rows, self.capacity, heads, width
+                return states.new_zeros(sizes).transpose(2, 3)
+            return states.new_zeros(num_states, rows, heads, self.capacity, width)
+
     def allocate_like(self, slab: "Slab", rows: int) -> None:
         """Allocate memory for so many rows with the stacks of another slab."""
         self.stacks = [stack[:, :0] for stack in slab.stacks]
@@ -271,7 +309,7 @@ class Slab:
         """Move to memory for more rows; the first `end` slots of each row are copied."""
         with torch.inference_mode(mode=False):
             for number, old in enumerate(self.stacks):
-                self.stacks[number] = old.new_zeros(len(old), rows, *old.shape[2:])
+                self.stacks[number] = self._zeros(old, len(old), rows)
                 self.stacks[number][:, : old.shape[1], :, :end] = old[:, :, :, :end]
         # they were recorded over the memory before
         self.graphs.clear()
@@ -313,9 +351,27 @@ class KVCache(RowCache):
         return memory[: len(lengths)].copy_(lengths)
 
     @property
+    def graphs(self) -> dict[Hashable, Any]:
+        """Recordings of forwards over this memory."""
+        return self.slab.graphs
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Lengths, keys and values."""
+        return [self.lengths, *self.slab.stacks]
+
+    @property
     def can_compile(self) -> bool:
         """Whether compiled layers can write to it: its memory is allocated and does not move."""
         return self.static and bool(self.slab.locations)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether attention reads the text without a mask, apart from the nodes."""
+        stacks = self.slab.stacks
+        return len({stack.shape[-1] for stack in stacks}) == 1 and all(
+            not stack.is_cuda or flash_supports(stack.dtype, stack.shape[-1]) for stack in stacks
+        )
 
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
         """Check that the next forward fits; raise a ValueError if it does not."""

@@ -3,8 +3,11 @@
 See docs/bases.md.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
@@ -20,10 +23,11 @@ EXTENT = 256
 """On CUDA a forward reads a multiple of this many slots, which limits the number of graphs."""
 WARMUP_CALLS = 2
 """Calls of a shape before its graph is recorded: they compile kernels and warm up."""
-MAX_GRAPHS = 32
-"""Graphs kept per cache; each owns its outputs, including the logits of all nodes."""
-Outputs = tuple[Any, ...]
-Forward = Callable[..., Outputs]
+MAX_GRAPHS, MAX_BYTES = 32, 2**30
+"""Most recordings kept per cache or drafter, and most bytes of their outputs, such as the logits of
+all nodes."""
+LARGE_BATCH = 128
+"""Largest number of rows that is padded to a power of two; larger ones to a multiple of it."""
 
 
 def compile_forward(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,73 +57,178 @@ def _compiling() -> Iterator[None]:
         ) from error
 
 
-class CudaGraphs:
-    """CUDA graphs of a base's forwards: one per shape, over caches whose memory does not move."""
+class Recorder:
+    """Records functions of tensors and replays them: each is one CUDA graph per shape.
+
+    On a CPU, where tests run the same code, a replay calls the function on the same buffers.
+    """
 
     def __init__(self) -> None:
+        self.graphs: dict[Hashable, Any] = {}
+        """Recordings that belong to no cache and no drafter."""
         self._pool: Any = None
         self._alive: WeakSet[Any] = WeakSet()
         """Recorded graphs that still exist: torch frees a memory pool with its last graph."""
+        self._failed: set[str] = set()
+        """Names of functions that cannot be recorded."""
 
     def __call__(
-        self, graphs: dict[Hashable, Any], key: Hashable, forward: Forward, inputs: tuple[Any, ...]
-    ) -> Outputs:
-        """Return the outputs of the forward, replayed from the graph of this key in `graphs`.
+        self,
+        graphs: dict[Hashable, Any],
+        key: tuple[str, *tuple[Hashable, ...]],
+        function: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        buffers: Sequence[Tensor] = (),
+    ) -> Any:
+        """Return the outputs of a function, replayed from the recording of this key in `graphs`.
 
-        The next call with this key overwrites them. The first `WARMUP_CALLS` run without a
-        graph.
+        Inputs and outputs are nests of tuples, lists, dataclasses and tensors. A replay reads
+        copies of the inputs, and the next one overwrites the outputs. All else that depends on the
+        step must be in the key, which begins with the name of the function, or in `buffers`, which
+        the function may also write. Another address of a buffer is another recording. The first
+        `WARMUP_CALLS` run without one.
         """
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors_in(inputs)]
+        name, key = key[0], (*key, *shapes, *(buffer.data_ptr() for buffer in buffers))
         # memory allocated in inference mode cannot be written to outside of it
         with torch.inference_mode(mode=False), torch.no_grad():
-            # a number of calls, until the graph is recorded
-            graph = graphs.pop(key, 0)
-            if graph == WARMUP_CALLS:
-                graph = self.record(forward, inputs)
-            graphs[key] = graph + 1 if isinstance(graph, int) else graph
-            if len(graphs) > MAX_GRAPHS:
+            # a number of calls, until it is recorded
+            recording = graphs.pop(key, 0)
+            if recording == WARMUP_CALLS and name not in self._failed:
+                recording = self._record(name, function, inputs) or recording
+            is_recorded = isinstance(recording, Recording)
+            graphs[key] = recording if is_recorded else min(recording + 1, WARMUP_CALLS)
+            while len(graphs) > MAX_GRAPHS or (len(graphs) > 1 and _num_bytes(graphs) > MAX_BYTES):
                 least_recently_used = next(iter(graphs))
                 del graphs[least_recently_used]
-            if isinstance(graph, int):
-                with _compiling():
-                    return forward(*inputs)
-            return graph(*inputs)
+            return recording(function, inputs) if is_recorded else function(*inputs)
 
-    def record(self, forward: Forward, inputs: tuple[Tensor, ...]) -> Forward:
-        """Record a forward over copies of its inputs; return the function that replays it."""
-        fixed = [tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs]
+    def _record(
+        self, name: str, function: Callable[..., Any], inputs: tuple[Any, ...]
+    ) -> "Recording | None":
+        """Record a function over copies of its inputs; None, with a warning, if that fails."""
+        fixed = map_tensors(_copy_contiguous, inputs)
+        if not any(tensor.is_cuda for tensor in tensors_in(fixed)):
+            return Recording(fixed)
         graph = torch.cuda.CUDAGraph()
         if not self._alive:
             self._pool = torch.cuda.graph_pool_handle()
         try:
             # prefetching threads may allocate memory meanwhile
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                outputs = forward(*fixed)
+                outputs = function(*_rebuilt(fixed))
         except RuntimeError as error:
-            raise InputError(
-                f"compile=true records CUDA graphs, and this base's forward cannot be recorded "
-                f"({str(error).splitlines()[0]:.160}); leave compile=true out"
-            ) from error
-
+            self._failed.add(name)
+            reason = str(error).splitlines()[0][:160]
+            warnings.warn(f"{name} runs without a CUDA graph: {reason}", stacklevel=2)
+            return None
         self._alive.add(graph)
+        return Recording(fixed, outputs, graph)
 
-        def replay(*new_inputs: Tensor) -> Outputs:
-            for fixed_input, new_input in zip(fixed, new_inputs, strict=True):
-                fixed_input.copy_(new_input)
-            graph.replay()
-            return outputs
 
-        return replay
+@dataclass(slots=True)
+class Recording:
+    """A recorded function: its copies of the inputs, its outputs, and its CUDA graph."""
+
+    inputs: tuple[Any, ...]
+    outputs: Any = None
+    graph: Any = None
+    """None on a CPU."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the outputs."""
+        return sum(tensor.nbytes for tensor in tensors_in(self.outputs))
+
+    def __call__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """Return the outputs for new inputs; without a graph the function is called again."""
+        copy_tensors(self.inputs, inputs)
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.outputs is None:
+            self.outputs = map_tensors(torch.clone, function(*_rebuilt(self.inputs)))
+        else:
+            copy_tensors(self.outputs, function(*_rebuilt(self.inputs)))
+        return self.outputs
+
+
+def _num_bytes(graphs: Mapping[Hashable, Any]) -> int:
+    return sum(graph.num_bytes for graph in graphs.values() if isinstance(graph, Recording))
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a copy of tuples, lists and dataclasses with a function applied to their tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple | list):
+        items = [map_tensors(function, item) for item in value]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    result = copy(value)
+    for field in fields(value):
+        # frozen ones too, and without computing other fields again
+        object.__setattr__(result, field.name, map_tensors(function, getattr(value, field.name)))
+    return result
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in tuples, lists and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
+    items = value if isinstance(value, tuple | list) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
+def copy_tensors(targets: Any, sources: Any) -> None:
+    """Copy tensors into the first rows, and slots, of those at the same places in `targets`."""
+    for target, source in zip(tensors_in(targets), tensors_in(sources), strict=True):
+        if target.data_ptr() != source.data_ptr():
+            target[tuple(map(slice, source.shape))].copy_(source)
+
+
+def _rebuilt(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the same tensors in new objects, because a function may assign their fields."""
+    return map_tensors(lambda tensor: tensor, inputs)
+
+
+def _copy_contiguous(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def padded_rows(num_rows: int) -> int:
+    """Return the number of rows of a recorded step, which many batches share."""
+    if num_rows > LARGE_BATCH:
+        return -(-num_rows // LARGE_BATCH) * LARGE_BATCH
+    return 1 << (num_rows - 1).bit_length()
+
+
+def pad_batch(value: Any, num_rows: int) -> Any:
+    """Return a batch of more rows: its last one is repeated."""
+
+    def pad(tensor: Tensor) -> Tensor:
+        missing = padded_rows(num_rows) - num_rows
+        # other tensors have one value for the batch
+        if not missing or len(tensor) != num_rows:
+            return tensor
+        return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])
+
+    return map_tensors(pad, value)
 
 
 class CompiledLayers:
-    """The layers of a model, which share their code and so are compiled once.
+    """The layers of a model, which share their code and so are compiled once, or run as they are.
 
     `attention.LayerAttention` hides the cache from the compiler.
     """
 
-    def __init__(self, layers: list[nn.Module], backend: str = "inductor") -> None:
-        self.layers = layers
-        self._forward = torch.compile(type(layers[0]).forward, dynamic=True, backend=backend)
+    def __init__(self, layers: list[nn.Module], backend: str | None = "inductor") -> None:
+        self.layers, self.is_compiled = layers, backend is not None
+        self._forward: Any = type(layers[0]).forward
+        if backend is not None:
+            self._forward = torch.compile(self._forward, dynamic=True, backend=backend)
 
     @contextmanager
     def active(self, arguments: Sequence[dict[str, Any]]) -> Iterator[list[Tensor]]:
@@ -136,10 +245,11 @@ class CompiledLayers:
         restores = [_remove_hooks(module) for layer in self.layers for module in layer.modules()]
         for number, layer in enumerate(self.layers):
             layer.forward = partial(run, number)
+        compiling = _compiling() if self.is_compiled else nullcontext()
         try:
             # sizes that happen to be equal, as those of a batch and its memory, make no graph
             # pyright sees no functions in torch's modules of settings
-            with cast(Any, fx_config).patch(use_duck_shape=False):
+            with cast(Any, fx_config).patch(use_duck_shape=False), compiling:
                 yield streams
         finally:
             for layer in self.layers:
@@ -148,8 +258,11 @@ class CompiledLayers:
                 restore()
 
 
-def find_layers(model: PreTrainedModel, backend: str = "inductor") -> CompiledLayers | None:
-    """Return the compiled layers; None if transformers names none, or those of two classes."""
+def find_layers(model: PreTrainedModel, backend: str | None = "inductor") -> CompiledLayers | None:
+    """Return the layers, compiled unless `backend` is None.
+
+    None if transformers names no layers, or those of two classes.
+    """
     names, config = set(model._no_split_modules or ()), model.config.get_text_config()
     layers = [module for module in model.base_model.modules() if type(module).__name__ in names]
     if len(layers) != config.num_hidden_layers or len(set(map(type, layers))) != 1:

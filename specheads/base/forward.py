@@ -3,6 +3,7 @@
 See docs/tree_verification.md.
 """
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -28,10 +29,19 @@ from specheads.base.attention import (
     repeat_mask,
 )
 from specheads.base.cache import KVCache, RowCache, upload
-from specheads.base.compile import CompiledLayers, CudaGraphs, compile_forward, find_layers
+from specheads.base.compile import (
+    CompiledLayers,
+    Recorder,
+    compile_forward,
+    find_layers,
+    map_tensors,
+    pad_batch,
+    padded_rows,
+)
 from specheads.base.ends import last_stream
 from specheads.base.experts import double_tokens, experts_of
 from specheads.base.masks import (
+    additive,
     attention_windows,
     context_length,
     document_mask,
@@ -103,22 +113,29 @@ class Forwards:
         self.num_merges = 0
         """Number of adapters merged since then: CUDA graphs depend on the addresses of weights."""
         self.compiled_answer: Callable[..., tuple[Tensor, Any]] | None = None
-        self.graphs: CudaGraphs | None = None
+        self.graphs: Recorder | None = None
         self.compiled_layers: CompiledLayers | None = None
 
-    def compile(self) -> None:
-        """Compile the following forwards of trees."""
+    def compile(self, *, kernels: bool = True) -> None:
+        """Compile the following forwards of trees; on CUDA record them, with `kernels` compiled."""
         if self.kinds:
-            raise InputError(
-                "compile=true needs layers with keys and values only, and those of "
-                f"{self.config.model_type!r} keep states; leave compile out"
-            )
-        if self.model.device.type == "cuda":
-            self.graphs = CudaGraphs()
-            if self.count_attention_calls() == self.config.num_hidden_layers:
-                self.compiled_layers = find_layers(self.model)
+            reason = f"layers with keys and values only, and those of {self.config.model_type!r}"
+            if kernels:
+                raise InputError(f"compile=true needs {reason} keep states; leave compile out")
+            warnings.warn(f"CUDA graphs need {reason} keep states: it has none", stacklevel=3)
+        elif self.model.device.type == "cuda":
+            self.record("inductor" if kernels else None)
         else:
             self.compiled_answer = compile_forward(logits_and_output)
+
+    def record(self, backend: str | None = None) -> None:
+        """Record drafts and forwards of trees from now on; a CPU does so in tests only.
+
+        The compiler's `backend` compiles the layers; None leaves them as they are.
+        """
+        self.graphs = Recorder()
+        if self.count_attention_calls(plain=True) == self.config.num_hidden_layers:
+            self.compiled_layers = find_layers(self.model, backend)
 
     @property
     def is_compiled(self) -> bool:
@@ -131,9 +148,12 @@ class Forwards:
         return self.config._attn_implementation == "sdpa"
 
     @torch.no_grad()
-    def count_attention_calls(self) -> int:
-        """Return how often the layers of one forward pass the argument of attention on."""
-        attention, token = CountedAttention(), torch.zeros(1, 1, dtype=torch.long)
+    def count_attention_calls(self, *, plain: bool = False) -> int:
+        """Return how often the layers of one forward pass the argument of attention on.
+
+        With `plain`, layers that add to their scores do not count.
+        """
+        attention, token = CountedAttention(plain), torch.zeros(1, 1, dtype=torch.long)
         token = token.to(self.model.device)
         inputs = {"input_ids": token, "position_ids": token, "use_cache": False}
         inputs["attention_mask"] = self._masks(
@@ -204,13 +224,21 @@ class Forwards:
         self, tree: TokenTree, cache: RowCache, aux_layers: AuxLayers
     ) -> Verification:
         ancestors, graphs = tree.ancestors(), self.graphs
-        if graphs is not None and isinstance(cache, KVCache) and cache.static:
-            key = (tree.tokens.shape, cache.end, aux_layers, self.num_merges)
-            forward = partial(self.forward_tree, cache, aux_layers)
-            nodes = tree.tokens, ancestors
-            logits, hidden, aux = graphs(cache.slab.graphs, key, forward, nodes)
-        else:
+        if graphs is None or not cache.static:
             logits, hidden, aux = self.forward_tree(cache, aux_layers, tree.tokens, ancestors)
+        else:
+
+            def forward(tokens: Tensor, ancestors: Tensor, *places: Tensor) -> TreeOutput:
+                with cache.at(places):
+                    return self.forward_tree(cache, aux_layers, tokens, ancestors)
+
+            num_rows = len(tree.tokens)
+            nodes = tree.tokens, ancestors
+            if places := cache.places(padded_rows(num_rows)):
+                nodes = pad_batch(nodes, num_rows)
+            key = ("verification", cache.end, aux_layers, self.num_merges)
+            outputs = graphs(cache.graphs, key, forward, (*nodes, *places), cache.buffers)
+            logits, hidden, aux = map_tensors(lambda tensor: tensor[:num_rows], outputs)
         return Verification(logits, Features(hidden, aux, tree.tokens), ancestors)
 
     @torch.no_grad()
@@ -265,12 +293,13 @@ class Forwards:
         ancestors: Bool[Tensor, "batch node node"],
     ) -> TreeOutput:
         """Return the outputs of a tree's nodes; a CUDA graph records this method."""
-        inputs = self._inputs(tokens, ancestors, ancestors.sum(-1) - 1, cache)
+        layers, depths = self.compiled_layers, ancestors.sum(-1) - 1
         projection = vocabulary_projection(self.model)
         with without_cudnn_attention(self.model.device):
-            if self.compiled_layers and isinstance(cache, KVCache) and cache.can_compile:
-                layers = self.compiled_layers
+            if layers and isinstance(cache, KVCache) and cache.can_compile:
+                inputs = self._inputs(tokens, ancestors, depths, cache, in_parts=cache.has_parts)
                 return self._forward_compiled(layers, projection, inputs, cache, aux_layers)
+            inputs = self._inputs(tokens, ancestors, depths, cache)
             run = self.compiled_answer or logits_and_output
             attention = GroupedAttention()
             if self.exact:
@@ -306,7 +335,7 @@ class Forwards:
         else:
             inputs["attention_mask"] = repeat_mask(masks, group)
         inputs[self.cache_argument] = UnwrittenCache()
-        rows, slots = cache.next_slots(inputs["input_ids"].shape[1])
+        places = (*cache.next_slots(inputs["input_ids"].shape[1]), cache.lengths)
         attention = [
             {
                 ARGUMENT: LayerAttention(
@@ -314,8 +343,7 @@ class Forwards:
                     cache.slab.stacks[values.stack],
                     keys.position + FIRST_INDEX,
                     values.position + FIRST_INDEX,
-                    rows,
-                    slots,
+                    *places,
                 )
             }
             for _, (keys, values) in sorted(cache.slab.locations.items())
@@ -329,10 +357,24 @@ class Forwards:
         return logits, output.last_hidden_state, aux
 
     def _inputs(
-        self, tokens: Tensor, ancestors: Tensor, depths: Tensor, cache: RowCache
+        self,
+        tokens: Tensor,
+        ancestors: Tensor,
+        depths: Tensor,
+        cache: RowCache,
+        *,
+        in_parts: bool = False,
     ) -> dict[str, Any]:
-        """Return the model's inputs for nodes after committed text: tokens, masks, positions."""
-        mask = partial(tree_mask, ancestors, depths, cache, dtype=self.model.dtype)
+        """Return the model's inputs for nodes after committed text: tokens, masks, positions.
+
+        With `in_parts`, a mask without a window is that of the nodes alone.
+        """
+
+        def mask(window: int | None) -> Tensor:
+            if in_parts and window is None:
+                return additive(ancestors, self.model.dtype)
+            return tree_mask(ancestors, depths, cache, window, self.model.dtype)
+
         # the last levels of a tree may exceed the context; their nodes are never used
         positions = cache.positions[:, None] + depths
         return {

@@ -44,7 +44,7 @@ class FrozenBase(BaseEnds):
         *,
         name: str = "",
         revision: str = "main",
-        compile: bool = False,
+        compile: bool | None = None,
         exact: bool = False,
         prepare: bool = True,
     ) -> None:
@@ -52,15 +52,17 @@ class FrozenBase(BaseEnds):
         self.forwards = Forwards(model)
         self.windows = self.forwards.windows
         self._spare: deque[Slab] = deque(maxlen=1)
+        self.spare_recordings = weakref.WeakKeyDictionary[Any, deque[Any]]()
+        """Unused recordings of the drafts of each drafter: see decoding/recorded.py."""
         if prepare:
             model.eval().requires_grad_(False)
             optimise_for_few_rows(model)
             choose_experts(model, self.forwards.experts)
             check(self.forwards)
         if exact:
-            check_exact(self.forwards, compile=compile)
-        if compile:
-            self.forwards.compile()
+            check_exact(self.forwards, compile=bool(compile))
+        if compile or (compile is None and model.device.type == "cuda"):
+            self.forwards.compile(kernels=bool(compile))
 
     @classmethod
     def load(
@@ -72,7 +74,7 @@ class FrozenBase(BaseEnds):
         device: str | Sharding = "auto",
         attention: str = "sdpa",
         adapter: str | Path = "",
-        compile: bool = False,
+        compile: bool | None = None,
         exact: bool = False,
     ) -> "FrozenBase":
         """Load a base from a folder, the Hub or a GGUF file; code of a checkpoint never runs.
@@ -88,6 +90,9 @@ class FrozenBase(BaseEnds):
         if isinstance(device, Sharding):
             device.apply(loaded)
         loaded.eval().requires_grad_(False)
+        if isinstance(device, Sharding):
+            # a part of a base verifies nothing
+            compile = False
         name = str(model)
         base = cls(loaded, tokenizer, name=name, revision=revision, compile=compile, exact=exact)
         base.location = absolute_folder(loaded.name_or_path or "")
@@ -176,7 +181,8 @@ class FrozenBase(BaseEnds):
         """Return a block pool for paged caches of this base: `PagedKVCache(pool, batch)`."""
         self.refuse_slots(num_blocks * block_size, "lower num_blocks")
         num_layers, kinds = self.forwards.num_key_layers, self.forwards.kinds
-        return BlockPool(num_layers, num_blocks, block_size, self.device, kinds)
+        pool = num_layers, num_blocks, block_size, self.device, kinds
+        return BlockPool(*pool, static=self.static)
 
     @property
     def slot_bytes(self) -> int:

@@ -3,12 +3,14 @@
 See docs/tree_verification.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specheads.base.cache import RowCache, upload
 from specheads.base.recurrent import LayerKind
@@ -31,7 +33,11 @@ class BlockPool:
         block_size: int = 16,
         device: Any = "cpu",
         kinds: Sequence[LayerKind] = (),
+        *,
+        static: bool = False,
     ) -> None:
+        self.static, self.graphs = static, dict[Hashable, Any]()
+        """Whether forwards have few shapes, and their recordings: see `compile.Recorder`."""
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device, self.kinds = torch.device(device), kinds
         self.padding_block = num_blocks
@@ -50,9 +56,11 @@ class BlockPool:
         """Return a layer's keys and values, allocated for states (batch, heads, length, width)."""
         if not self.states[layer]:
             blocks, size = self.num_blocks + 1, self.block_size
-            self.states[layer] = tuple(
-                new.new_zeros(new.shape[1], blocks, size, new.shape[-1]) for new in new_states
-            )
+            # memory allocated in inference mode cannot be written to outside of it
+            with torch.inference_mode(mode=False):
+                self.states[layer] = tuple(
+                    new.new_zeros(new.shape[1], blocks, size, new.shape[-1]) for new in new_states
+                )
         return self.states[layer]
 
     def blocks_for(self, slots: int) -> int:
@@ -87,7 +95,7 @@ class PagedKVCache(RowCache):
     """Rows as tables of blocks: memory follows the text, and batches of one pool join uncopied."""
 
     def __init__(self, pool: BlockPool, batch: int) -> None:
-        self.pool = pool
+        self.pool, self.static = pool, pool.static
         self.blocks: list[list[int]] = [[] for _ in range(batch)]
         """Each row's blocks, first slots first."""
         super().__init__(len(pool.states), batch, pool.device, pool.kinds)
@@ -95,6 +103,33 @@ class PagedKVCache(RowCache):
         """(batch, blocks) of the reserved forward; shorter rows are padded with `padding_block`."""
         self.scratch_slots = self.table
         """(batch, length): slots in the pool of the reserved forward's positions."""
+
+    @property
+    def graphs(self) -> dict[Hashable, Any]:
+        """Recordings of forwards over the pool, which all its caches share."""
+        return self.pool.graphs
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Keys and values of the pool."""
+        return [*chain.from_iterable(self.pool.states)]
+
+    def places(self, rows: int) -> tuple[Tensor, ...]:
+        """Return lengths, blocks and scratch slots; padding is empty rows in the padding block."""
+        block, missing = self.pool.padding_block, rows - len(self.table)
+        table = pad(self.table, (0, 0, 0, missing), value=block)
+        slots = pad(self.scratch_slots, (0, 0, 0, missing), value=block * self.pool.block_size)
+        return pad(self.lengths, (0, missing)), table, slots
+
+    @contextmanager
+    def at(self, places: tuple[Tensor, ...]) -> Iterator[None]:
+        """Read and write rows at these places in this context."""
+        before = self.lengths, self.table, self.scratch_slots
+        self.lengths, self.table, self.scratch_slots = places
+        try:
+            yield
+        finally:
+            self.lengths, self.table, self.scratch_slots = before
 
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
         """Allocate the blocks of the next forward; a PoolFullError leaves all rows unchanged."""
@@ -131,9 +166,9 @@ class PagedKVCache(RowCache):
             flat = states.flatten(1, 2)
             flat[:, target] = flat[:, source]
 
-    def commit(self, paths: list[list[int]]) -> None:
+    def commit(self, paths: list[list[int]], *, moved: bool = False) -> None:
         """Keep nodes `paths[b]` of the last forward; free the blocks that become empty."""
-        super().commit(paths)
+        super().commit(paths, moved=moved)
         self._trim()
 
     def _trim(self) -> None:

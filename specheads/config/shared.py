@@ -94,8 +94,9 @@ class BaseSettings:
     """Torch device. auto is CUDA if there is a GPU, else the CPU."""
     adapter: PathOrId = ""
     """Folder or Hub id of a LoRA adapter to merge into the base. Empty merges none."""
-    compile: Annotated[bool, Remeasured(), Resumable()] = False
-    """Verify trees with compiled graphs: faster steps, but the first ones compile for minutes."""
+    compile: Annotated[bool | None, Remeasured(), Resumable()] = None
+    """Record drafts and verifications as CUDA graphs; null is yes on CUDA. true also compiles their
+    kernels, on a CPU too: faster steps, but the first ones compile for minutes."""
     exact: Annotated[bool, Remeasured(), Resumable()] = False
     """Compute every tree node bit for bit as a step of its own, so that text in bfloat16 equals
     the base's too. A tenth slower, and CPU only."""

@@ -92,6 +92,9 @@ class Drafter(ABC):
     """Base layers whose residual stream it reads: k is the stream after k layers."""
     max_length: int | None = None
     """Length of the longest text it can draft for; None is any."""
+    can_record: bool = False
+    """Whether `begin` and `extend` are functions of tensors that read nothing back, so that a GPU
+    can record a draft. Its memory is then None, or has `fix_shapes` as that of trained heads."""
     max_unread_positions: int = 32
     """Most committed positions that steps without a draft may leave unread."""
     tuned: Any = None
@@ -143,6 +146,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         vocab_size: Rows of the base's vocabulary projection.
     """
 
+    can_record = True
     draft_ids: Tensor | None
     """Tokens that it can draft, in increasing order; None is the whole vocabulary."""
     num_anchors: int = 0

@@ -124,9 +124,9 @@ class WindowCache(KVCache):
         """Skip the next `count[b]` tokens of each row's text; the sinks must be committed."""
         self.dropped = self.dropped + count
 
-    def commit(self, paths: list[list[int]]) -> None:
+    def commit(self, paths: list[list[int]], *, moved: bool = False) -> None:
         """Commit nodes `paths[b]` of the last forward, and drop what leaves the window."""
-        super().commit(paths)
+        super().commit(paths, moved=moved)
         capacity = self.sinks + self.window
         excess = [max(length - capacity, 0) for length in self.row_lengths]
         if not any(excess):

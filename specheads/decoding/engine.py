@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from specheads.base.cache import CHAINS_ONLY, RowCache
+from specheads.base.compile import MAX_BYTES
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
 from specheads.core.drafter import Drafter, Head
@@ -249,7 +250,9 @@ class Engine:
         logits = base.vocab_size + (self.drafter.drafted_size if self.drafter else 0)
         node_bytes = (self.max_length + num_nodes + logits) * base.dtype.itemsize + num_nodes
         row_bytes = cache_bytes + base.state_bytes + num_nodes * node_bytes
-        return int(device_bytes(base.device) / row_bytes)
+        # recordings of a cache, and of drafts and acceptance
+        recorded = 2 * MAX_BYTES if base.static else 0
+        return int((device_bytes(base.device) - recorded) / row_bytes)
 
     def submit(self, request: Request) -> Stream:
         """Append a request to the queue; raise a ValueError if it can never be decoded."""

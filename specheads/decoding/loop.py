@@ -4,25 +4,32 @@ Rows come and go between steps; see docs/serve.md.
 """
 
 import time
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from specheads.base.cache import RowCache, upload
+from specheads.base.compile import map_tensors, tensors_in
+from specheads.base.forward import Verification
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
 from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import synchronise
 from specheads.core.tree import TokenTree
-from specheads.decoding.accept import AcceptanceRule, Verdict
+from specheads.decoding.accept import RULES, AcceptanceRule, Verdict
 from specheads.decoding.processors import build_processors
+from specheads.decoding.recorded import DraftRecorder
 from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.suffix_decoding import LookupText, SuffixAutomaton
+from specheads.decoding.trees.hybrid import HybridTree, remove_lookup
 from specheads.decoding.trees.policies import TreePolicy, root_only
 
 
@@ -79,6 +86,8 @@ class DecodingState:
     """Sampling settings, positions and noise of the rows."""
     texts: list[LookupText]
     """Each row's text up to the root, on the host, for prompt lookup."""
+    recorded_drafts: DraftRecorder | None = None
+    """What records the drafts of these rows; None before the first one."""
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
@@ -164,10 +173,11 @@ def step(
     state.sampling.depth = tree.depth
     unread = None
     with without_cudnn_attention(base.device):
-        drafted = tree.grow(drafter, state.committed, state.memory, state.sampling, state.texts)
+        drafted = grow_tree(base, drafter, tree, state)
         if drafter is not None and not tree.draft_depth and state.memory is not None:
             if state.committed.next_tokens.shape[1] < drafter.max_unread_positions:
-                unread = state.committed
+                # a recorded step overwrites what the one before returned
+                unread = map_tensors(torch.clone, state.committed)
             else:
                 drafter.store_committed(state.committed, state.memory)
     ledger.end_part("draft")
@@ -175,16 +185,19 @@ def step(
     verified = base.verify(drafted, state.cache, drafter.aux_layers if drafter else ())
     ledger.end_part("verify")
     # accept
-    verdict = acceptance(drafted, verified.logits, verified.ancestors, state.sampling)
+    accepted = accept_drafts(base, acceptance, drafted, verified, state, tree.depth)
+    drafted, verdict, committed = accepted
     rows = copy_to_host(drafted, verdict)
     steps = decode_rows(rows, drafted, StepTimes(began, time.perf_counter()))
     ledger.end_part("accept")
     # commit
-    state.cache.commit([row.path for row in steps])
-    width = max(len(row.path) for row in steps)
-    padded = [row.tokens + row.tokens[-1:] * (width - len(row.tokens)) for row in steps]
-    features = verified.features.gather(verdict.path[:, :width])
-    state.committed = Committed(features, upload(padded, verdict.path.device), verdict.count)
+    state.cache.commit([row.path for row in steps], moved=committed is not None)
+    if committed is None:
+        width = max(len(row.path) for row in steps)
+        padded = [row.tokens + row.tokens[-1:] * (width - len(row.tokens)) for row in steps]
+        features = verified.features.gather(verdict.path[:, :width])
+        committed = Committed(features, upload(padded, verdict.path.device), verdict.count)
+    state.committed = committed
     state.sampling.advance(state.committed.next_tokens, state.cache.positions)
     for text, row in zip(state.texts, steps, strict=True):
         text.extend(row.tokens)
@@ -192,6 +205,69 @@ def step(
         state.committed = unread.append(state.committed)
     ledger.end_part("host")
     return steps
+
+
+def grow_tree(
+    base: FrozenBase, drafter: Drafter | None, tree: TreePolicy, state: DecodingState
+) -> TokenTree:
+    """Draft one tree per row: from a recording if the base has fixed shapes and all allow it."""
+    head_tree, recorder, memory = remove_lookup(tree), base.forwards.graphs, state.memory
+    is_recorded = recorder and drafter and drafter.can_record and head_tree.can_record
+    if not is_recorded or state.sampling.has_processors:
+        return tree.grow(drafter, state.committed, memory, state.sampling, state.texts)
+    if state.recorded_drafts is None:
+        spare = base.spare_recordings.setdefault(drafter, deque(maxlen=1))
+        state.recorded_drafts = spare.pop() if spare else DraftRecorder(recorder)
+        # the next rows reuse the recordings when these have ended
+        weakref.finalize(state.cache, spare.append, state.recorded_drafts).atexit = False
+    inputs = state.committed, memory, state.sampling, state.cache.longest
+    drafted, state.memory = state.recorded_drafts.grow(drafter, head_tree, *inputs)
+    return tree.add_copied(drafted, state.texts) if isinstance(tree, HybridTree) else drafted
+
+
+def accept_drafts(
+    base: FrozenBase,
+    acceptance: AcceptanceRule,
+    tree: TokenTree,
+    verified: Verification,
+    state: DecodingState,
+    depth: int,
+) -> tuple[TokenTree, Verdict, Committed | None]:
+    """Accept drafts; a base with fixed shapes also commits all nodes of their paths at once.
+
+    That takes no value from the host, so it is recorded with the rules of this package. The tree is
+    returned because a base alone has it in what the last step committed, which is overwritten.
+    """
+    recorder, cache = base.forwards.graphs, state.cache
+    if recorder is None or not cache.static:
+        return tree, acceptance(tree, verified.logits, verified.ancestors, state.sampling), None
+    noise = state.sampling.noise
+
+    def accept(
+        tree: TokenTree, sampling: SamplingState, *places: Tensor
+    ) -> tuple[TokenTree, Verdict, Committed]:
+        sampling.noise = noise
+        verdict = acceptance(tree, verified.logits, tree.ancestors(), sampling)
+        path = verdict.path[:, : depth + 1]
+        with cache.at(places):
+            cache.move(path)
+        # after the last accepted node the bonus follows, and is the padding
+        is_node = torch.arange(1, path.shape[1] + 1, device=path.device) < verdict.count[:, None]
+        tokens = tree.tokens.gather(1, path.roll(-1, dims=1))
+        tokens = torch.where(is_node, tokens, verdict.bonus[:, None])
+        features = replace(verified.features, tokens=tree.tokens).gather(path)
+        return tree, verdict, Committed(features, tokens, verdict.count)
+
+    tree = replace(tree, ancestor_mask=verified.ancestors)
+    places = cache.places(len(tree.tokens))
+    if state.sampling.has_processors or acceptance not in RULES.values():
+        return accept(tree, state.sampling, *places)
+    branches = tree.branch_sampling and tree.branch_sampling.branches
+    key = ("acceptance", acceptance, depth, branches, *state.sampling.shape_key)
+    inputs = tree, state.sampling.draft_inputs(), *places
+    outputs = verified.logits, verified.features.hidden, verified.features.aux, noise
+    buffers = [*cache.buffers, *tensors_in(outputs)]
+    return recorder(recorder.graphs, key, accept, inputs, buffers)
 
 
 def copy_to_host(tree: TokenTree, verdict: Verdict) -> list[list[int]]:

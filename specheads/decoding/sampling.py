@@ -6,6 +6,7 @@ seed and on positions in its text only. See docs/losslessness.md.
 
 import itertools
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Annotated, Any, cast
@@ -174,7 +175,8 @@ class SamplingState:
     _seed_bits: Int[Tensor, " batch"] = field(init=False)
     """Random bits of each seed, the start of those of its positions."""
     _groups: list[tuple[Sampling, Tensor]] = field(init=False)
-    _noise: Float[Tensor, "batch level vocab"] | None = field(init=False)
+    noise: Float[Tensor, "batch level vocab"] | None = field(init=False)
+    """Noise after each level of this step's trees, from the draft for the verification."""
 
     def __post_init__(self) -> None:
         device = self.lengths.device
@@ -193,11 +195,28 @@ class SamplingState:
             processed = upload(list(map(bool, self.processors)), device).bool()
             self.adjusts_draft = self.is_sampled | processed
         self.seeds = upload([settings.seed for settings in self.sampling], device)
-        self._seed_bits, self._noise = noise.bits(self.seeds), None
+        self._seed_bits, self.noise = noise.bits(self.seeds), None
         groups: dict[Any, list[int]] = {}
         for row, settings in enumerate(self.sampling):
             groups.setdefault(_group_settings(settings), []).append(row)
         self._groups = [(self.sampling[rows[0]], upload(rows, device)) for rows in groups.values()]
+
+    @property
+    def shape_key(self) -> tuple[Any, ...]:
+        """What the operations of a draft depend on, apart from tensors."""
+        groups = [_group_settings(settings) for settings, _ in self._groups]
+        return (self.greedy, self.any_sampled, self.all_sampled, self.depth, *groups)
+
+    def draft_inputs(self) -> "SamplingState":
+        """Return a copy with what drafts and acceptance read, if no row has processors.
+
+        It has no noise yet: acceptance gets that of the draft.
+        """
+        inputs = copy(self)
+        inputs.sampling, inputs.processors, inputs.noise = [], [], None
+        if not self.reads_text:
+            inputs.text = self.text[:, :0]
+        return inputs
 
     def keep(self, rows: list[int]) -> "SamplingState":
         """Return the state of these rows."""
@@ -222,7 +241,7 @@ class SamplingState:
         if self.reads_text:
             offsets = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
             self.text.scatter_(1, self.lengths[:, None] + offsets, tokens)
-        self.lengths, self._noise = lengths, None
+        self.lengths, self.noise = lengths, None
         for processor in itertools.chain(*self.processors):
             if isinstance(processor, AllowedTokens):
                 processor.clear()
@@ -311,7 +330,7 @@ class SamplingState:
     def _gumbels(self, depth: int) -> Float[Tensor, "batch level vocab"]:
         """Return the noise after each level of this step's trees; greedy rows have zeros."""
         # computed once for draft and verification
-        if self._noise is None or self._noise.shape[1] <= depth:
+        if self.noise is None or self.noise.shape[1] <= depth:
             offsets = torch.arange(1, depth + 2, device=self.lengths.device)
             positions = self.lengths[:, None] + offsets
             keys = noise.bits(positions, noise.TOKEN, state=self._seed_bits[:, None])
@@ -321,8 +340,8 @@ class SamplingState:
             ]
             gumbels = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
             gumbels = gumbels.unflatten(0, keys.shape)
-            self._noise = gumbels if self.all_sampled else gumbels * self.is_sampled[:, None, None]
-        return self._noise
+            self.noise = gumbels if self.all_sampled else gumbels * self.is_sampled[:, None, None]
+        return self.noise
 
     def _paths(self, tree: TokenTree, ancestors: Ancestors) -> tuple[Paths, Nodes | None]:
         """Return the tokens from the root to each node, and their number where it matters.
@@ -357,14 +376,14 @@ def _group_scores(
     settings: Sampling, scores: Tensor, paths: Tensor, text: Tensor, lengths: Tensor
 ) -> Tensor:
     """Apply the logits processors of transformers to rows with the same settings."""
-    shape, tokens = scores.shape, paths.flatten(0, 1)
-    processors = LogitsProcessorList()
+    tokens, flat = paths.flatten(0, 1), scores.flatten(0, 1)
+    processors: list[Any] = []
     # the processors of a row have the penalty too, in its place among them
     if settings.repetition_penalty != 1 and not settings.has_processors:
         positions = torch.arange(text.shape[1], device=text.device)
         root = text.gather(1, lengths[:, None])
         prefix = torch.where(positions <= lengths[:, None], text, root)
-        tokens = torch.cat([prefix.repeat_interleave(shape[1], dim=0), tokens], dim=1)
+        tokens = torch.cat([prefix.repeat_interleave(scores.shape[1], dim=0), tokens], dim=1)
         processors.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))
     if settings.temperature > 0:
         if settings.temperature != 1:
@@ -375,7 +394,10 @@ def _group_scores(
             processors.append(TopPLogitsWarper(settings.top_p))
         if settings.min_p:
             processors.append(MinPLogitsWarper(settings.min_p))
-    return processors(cast(torch.LongTensor, tokens), scores.flatten(0, 1)).view(shape)
+    # one by one, because the compiler cannot trace transformers' list of them
+    for processor in processors:
+        flat = processor(tokens, flat)
+    return flat.view(scores.shape)
 
 
 def expand_sampling(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling]:

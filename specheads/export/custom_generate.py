@@ -118,7 +118,7 @@ def _wrap_model(model: PreTrainedModel) -> FrozenBase:
     """Wrap a user's model and leave it unchanged."""
     if any(module.training for module in model.modules()):
         raise InputError("decoding needs a model in eval mode; call model.eval() first")
-    base = FrozenBase(model, name=model.name_or_path or "", prepare=False)
+    base = FrozenBase(model, name=model.name_or_path or "", compile=False, prepare=False)
     if model not in _checked:
         check(base.forwards)
         _checked.add(model)

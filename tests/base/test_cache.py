@@ -75,7 +75,8 @@ def outputs(base: FrozenBase, cache: RowCache) -> list[Tensor]:
     for step in range(5):
         rows = len(cache.row_lengths)
         verification = base.verify(random_tree(generator, rows, 9, base.device), cache)
-        tensors += [verification.logits, verification.features.hidden]
+        # a recorded forward overwrites them
+        tensors += [verification.logits.clone(), verification.features.hidden.clone()]
         paths = [
             verification.ancestors[row, generator.randrange(9)].nonzero() for row in range(rows)
         ]

@@ -95,7 +95,10 @@ class HybridTree(TreePolicy):
         texts: Sequence[LookupText] = (),
     ) -> TokenTree:
         """Draft with the head, copy, and join the two."""
-        tree = self.head_tree.grow(drafter, committed, memory, sampling)
+        return self.add_copied(self.head_tree.grow(drafter, committed, memory, sampling), texts)
+
+    def add_copied(self, tree: TokenTree, texts: Sequence[LookupText]) -> TokenTree:
+        """Return the head's tree joined with copied text."""
         matches = [text.find(self.lookup_length)[1] for text in texts]
         if not (longest := max(map(len, matches))):
             return tree

@@ -30,6 +30,8 @@ class TreePolicy:
     """Levels below the root."""
     num_guesses: int = 1
     """Most guesses taken after one node."""
+    can_record: bool = False
+    """Whether all its trees have one shape and `draft` reads nothing back: see recorded.py."""
     lookup_length: int = 0
     """Most tokens that prompt lookup copies in addition to drafted ones: see `hybrid`."""
 
@@ -166,6 +168,7 @@ class Static(TreePolicy):
         self.confidence, self.estimate = confidence, estimate
         self.num_nodes, self.depth = len(prefixes), max(map(len, ordered), default=0)
         self.num_guesses = 1 + max((path[-1] for path in ordered), default=0)
+        self.can_record = bool(ordered) and not confidence
         self._shapes: dict[torch.device, StaticShape] = {}
 
     def shape(self, device: torch.device) -> StaticShape:
@@ -217,6 +220,8 @@ class BestFirst(TreePolicy):
 
     Source: Li et al. 2024, arXiv:2406.16858, section 4; Wang et al. 2024, arXiv:2406.17276.
     """
+
+    can_record = True
 
     def __init__(self, num_nodes: int, depth: int, beam: int = 4, branch: int = 4) -> None:
         max_nodes, width = 1, 1
@@ -273,6 +278,8 @@ class Beam(TreePolicy):
     apple/ml-recurrent-drafter for `top`.
     """
 
+    can_record = True
+
     def __init__(self, width: int, depth: int, top: int = 50) -> None:
         if not 1 <= width <= top or depth < 1:
             raise InputError(
@@ -328,6 +335,8 @@ class Product(TreePolicy):
     foundation-model-stack/fms-extras, which counts candidates where this counts nodes.
     """
 
+    can_record = True
+
     def __init__(self, branches: Sequence[int], num_nodes: int) -> None:
         max_nodes = sum(level_sizes(branches))
         if not 2 <= num_nodes <= max_nodes:
@@ -370,6 +379,8 @@ class Sampled(TreePolicy):
 
     Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2024, arXiv:2402.12374.
     """
+
+    can_record = True
 
     def __init__(self, branches: Sequence[int]) -> None:
         self.name, self.branches = "sampled", tuple(branches)

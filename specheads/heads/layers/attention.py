@@ -351,6 +351,8 @@ class LayerInputs:
         return LayerInputs(stream, attention, positions, self.keys_values)
 
 
+STEP = 256
+"""A recorded draft reads a multiple of this many slots, which limits the number of recordings."""
 SPARE_SLOTS = 256
 """HeadCache of a windowed cache next to the window: it is cut each time that they are in use."""
 
@@ -380,6 +382,8 @@ class HeadCache:
     """Number of layers, whose key heads are concatenated in `kv_cache`."""
     gathered: dict[int, Tensor] = field(default_factory=dict)
     """With `paged_slots`, the text of layers that were read: all levels of a draft read it."""
+    num_read: int | None = None
+    """Number of slots that queries read, after `fix_shapes`; None is `extent`."""
 
     @classmethod
     def empty(
@@ -401,12 +405,36 @@ class HeadCache:
     def advance(self, time: int, count: Int[Tensor, " batch"]) -> Int[Tensor, "row time"]:
         """Return the next `time` positions of each row, and commit the first `count` of them."""
         positions = self.lengths[:, None] + torch.arange(time, device=self.lengths.device)
-        if self.paged_slots is None:
-            if self.window is not None and self.extent + time > self.kv_cache.shape[3]:
-                self._drop_positions(self.window, time)
-            self.extent = min(self.extent + time, self.kv_cache.shape[3])
+        if self.paged_slots is None and self.num_read is None:
+            self._make_room(time)
         self.lengths = self.lengths + count
         return positions
+
+    def _make_room(self, time: int) -> None:
+        if self.window is not None and self.extent + time > self.kv_cache.shape[3]:
+            self._drop_positions(self.window, time)
+        self.extent = min(self.extent + time, self.kv_cache.shape[3])
+
+    def fix_shapes(self, time: int, longest: int) -> int:
+        """Make room for `time` positions of rows of at most `longest`, as `advance` does.
+
+        Returns a `num_read` that many steps share: shapes do not change then.
+        """
+        size = self.kv_cache.shape[3]
+        if self.window is None:
+            self.extent = min(self.extent, longest)
+        elif size > self.window + SPARE_SLOTS:
+            # after a long prompt
+            self._drop_positions(self.window, time)
+        self._make_room(time)
+        size = self.kv_cache.shape[3]
+        return size if self.window is not None else min(-(-self.extent // STEP) * STEP, size)
+
+    def can_hold(self, other: "HeadCache", rows: int) -> bool:
+        """Return whether these buffers have room for the positions of another cache."""
+        sizes = zip(other.kv_cache.shape[1:], self.kv_cache.shape[1:], strict=True)
+        is_large = rows <= len(self.kv_cache) and all(size <= room for size, room in sizes)
+        return is_large and self.window == other.window
 
     def _drop_positions(self, window: int, time: int) -> None:
         """Drop the positions before the window; make room for `time` more."""
@@ -440,7 +468,7 @@ class HeadCache:
             if layer not in self.gathered:
                 self.gathered[layer] = cache[0][:, :, self.paged_slots].permute(2, 0, 1, 3, 4)
             return self.gathered[layer]
-        return cache[:, :, :, : self.extent]
+        return cache[:, :, :, : self.num_read or self.extent]
 
     def visible(
         self, ends: Int[Tensor, "row time"] | None = None, window: int | None = None
@@ -451,7 +479,8 @@ class HeadCache:
         """
         newest = self.lengths[:, None] - 1
         ends = newest if ends is None else ends
-        slots = torch.arange(self.extent, device=ends.device) + self.dropped[:, None, None]
+        num_slots = self.num_read or self.extent
+        slots = torch.arange(num_slots, device=ends.device) + self.dropped[:, None, None]
         visible = slots <= ends.minimum(newest)[..., None]
         if window is not None:
             visible &= slots > ends[..., None] - window

@@ -144,7 +144,9 @@ class FeedbackHead(BorrowingHead):
             positions = torch.cat([committed_positions, further], dim=1)
         # padding sees what the last position sees
         ends = torch.cat([committed_positions.minimum(newest), further], dim=1)
-        embedded, paths = self.embed_in_layer_dtype(tokens), list[Tensor]()
+        embedded = self.embed_in_layer_dtype(tokens)
+        # the compiler cannot trace a call of list[Tensor]
+        paths: list[Tensor] = []
 
         def select_last(values: Tensor) -> Tensor:
             """Return the values at the last committed position and at those that follow it."""
@@ -172,7 +174,8 @@ class FeedbackHead(BorrowingHead):
     @torch.no_grad()
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
         """Read each node after its parent's state, with attention to its path."""
-        cache, paths, level = state.cache, list[Tensor](), state.paths[0].shape[4] + 1
+        cache, level = state.cache, state.paths[0].shape[4] + 1
+        paths: list[Tensor] = []
         positions = (cache.lengths[:, None] - 1 + level).expand_as(parents)
         embedded = self.embed_in_layer_dtype(tokens)
         hidden = self.join_token(pick_parents(state.hidden, parents), embedded)
