@@ -6,8 +6,9 @@
 
 Parts are `steps` (a step over n nodes against bare forwards), `batch` (tokens/s alone and with
 planted drafts), `ledger` (draft, verify, accept and host of a step with random heads), `alone` (the
-base alone, eager and compiled, against transformers' generate) and `engine` (a paged cache: alone,
-with a head, with goodput).
+base alone, eager, recorded and compiled, against transformers' generate), `graphs` (steps with a
+head recorded as CUDA graphs against eager ones; a CPU calls the same functions) and `engine` (a
+paged cache: alone, with a head, with goodput).
 Sides of a comparison take turns; ratios carry 95 % bootstrap intervals over turns.
 """
 
@@ -231,17 +232,18 @@ def ledger_row(bench: Bench, kind: str) -> dict[str, float]:
 def alone(bench: Bench) -> dict[str, dict[str, Any]]:
     """Return milliseconds per token of the base alone: our loop, and transformers' generate."""
     base, results = bench.base, {}
-    graphs = FrozenBase(base.model, compile=True, prepare=False)
+    compiled = FrozenBase(base.model, compile=True, prepare=False)
     static = {"cache_implementation": "static"}
 
     def our_loop(base: FrozenBase, count: int) -> Any:
         return generate(base, None, [bench.prompt()], max_new_tokens=count, stop_at_eos=False)
 
     arms: dict[str, Callable[[int], Any]] = {
-        "base_compiled": partial(our_loop, graphs),
+        "base_compiled": partial(our_loop, compiled),
+        "base_recorded": partial(our_loop, recorded_base(base)),
         # transformers compiles a static cache by itself
         "transformers_static_compiled": partial(_transformers, bench, **static),
-        "base_eager": partial(our_loop, base),
+        "base_eager": partial(our_loop, eager_base(base)),
         "transformers_eager": partial(_transformers, bench),
     }
     for name, run in arms.items():
@@ -261,6 +263,55 @@ def alone(bench: Bench) -> dict[str, dict[str, Any]]:
         results[name]["milliseconds_per_token"] = 1e3 * statistics.median(seconds_per_token)
         results[name]["seconds_per_token"] = seconds_per_token
     return results
+
+
+def recorded_base(base: FrozenBase) -> FrozenBase:
+    """Return a base that records its steps: as CUDA graphs, and on a CPU as calls of functions."""
+    recorded = FrozenBase(base.model, compile=False, prepare=False)
+    recorded.forwards.record()
+    return recorded
+
+
+def eager_base(base: FrozenBase) -> FrozenBase:
+    """Return a base that records nothing."""
+    return FrozenBase(base.model, compile=False, prepare=False)
+
+
+def graphs_row(bench: Bench, size: int, context: int = 0, *, paged: bool = False) -> dict[str, Any]:
+    """Return the times of steps with eagle3, recorded and eager, and those to the first token."""
+    head, prompts = bench.head("eagle3"), [bench.prompt(context, seed) for seed in range(size)]
+    tree, sides, first_tokens = policies.chain(head.depth), {}, {}
+    limit = tree.num_nodes * (8 + WARM_UP + bench.turns)
+    length = len(prompts[0]) + limit
+
+    def start(base: FrozenBase) -> Engine:
+        blocks = size * -(-(length + 2 * tree.num_nodes) // 16)
+        pool = base.pool(blocks) if paged else None
+        serving = Engine(base, head, tree=tree, max_batch=size, max_length=length, pool=pool)
+        for prompt in prompts:
+            serving.submit(Request(prompt=prompt, max_new_tokens=limit, eos_ids=()))
+        return serving
+
+    for name, base in (("recorded", recorded_base(bench.base)), ("eager", eager_base(bench.base))):
+        first_tokens[name] = []
+        for _ in range(3):
+            serving = start(base)
+            first_tokens[name].append(seconds_of(base.device, serving.step))
+        # the first steps of a shape are not recorded
+        for _ in range(7):
+            serving.step()
+        sides[name] = serving.step
+    times = take_turns(bench.base.device, sides, bench.turns)
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    return {
+        "batch": size,
+        "context": len(prompts[0]),
+        "paged": paged,
+        "first_token_seconds": first_tokens,
+        "step_milliseconds": {name: 1e3 * seconds for name, seconds in medians.items()},
+        "recorded_over_eager": medians["recorded"] / medians["eager"],
+        "interval": list(bootstrap_interval(times["recorded"], times["eager"])),
+    }
 
 
 def _transformers(bench: Bench, count: int, **options: Any) -> Any:
@@ -350,6 +401,7 @@ PARTS: dict[str, Callable[[Bench], Any]] = {
     "batch": lambda bench: [batch_row(bench, size) for size in bench.batches],
     "ledger": lambda bench: {kind: ledger_row(bench, kind) for kind in bench.heads},
     "alone": alone,
+    "graphs": lambda bench: [graphs_row(bench, size) for size in bench.batches],
     "engine": engine,
 }
 

@@ -17,6 +17,7 @@ and is not published.
 import argparse
 import contextlib
 import copy
+import functools
 import gc
 import json
 import os
@@ -319,6 +320,7 @@ def decode(report: Report) -> None:
         )
         if rows is not None:
             report.speedup_row(f"planted drafts over the base alone, batch {size}", rows)
+    graphs_rows(report, bench, bench.batches, bench.context)
     for kind in bench.heads:
         ledger = report.part(f"ledger_{kind}", bench_decode.ledger_row, bench, kind, seconds=6)
         if ledger is not None:
@@ -333,6 +335,28 @@ def decode(report: Report) -> None:
             rate = weights_bytes(bench.base.model) / statistics.median(seconds)
             quantity = f"ms per token: {name.replace('_', ' ')}"
             report.row(quantity, figure, peak=f"{rate / 1e9:,.0f} GB/s")
+
+
+def graphs_rows(
+    report: Report, bench: Any, batches: Sequence[int], context: int, *, paged: bool = False
+) -> None:
+    """Compare recorded steps with eager ones; the time to the first token is apart."""
+    cache = "paged" if paged else "contiguous"
+    for size in batches:
+        measured = bench_decode.graphs_row, bench, size, context
+        name = f"graphs_{cache}_batch_{size}_context_{context}"
+        row = report.part(name, functools.partial(*measured, paged=paged), seconds=20)
+        if row is None:
+            continue
+        where, seconds = f"batch {size}, context {context}, {cache}", row["first_token_seconds"]
+        ratio = with_interval(row["recorded_over_eager"], row["interval"])
+        milliseconds = row["step_milliseconds"]["recorded"]
+        rate = weights_bytes(bench.base.model) / milliseconds * 1e3
+        text, peak = f"{ratio}, {milliseconds:.2f} ms", f"{rate / 1e9:,.0f} GB/s"
+        report.row(f"recorded step with eagle3 / eager step, {where}", text, peak=peak)
+        for way, values in seconds.items():
+            text = with_interval(statistics.median(values), spread(values))
+            report.row(f"seconds to the first token, {way}, {where}", text)
 
 
 def batch_rows(bench: Any, size: int, repeats: int) -> list[dict[str, float]]:
@@ -432,8 +456,9 @@ def smollm2(report: Report) -> None:
 
 
 def engine(report: Report) -> None:
-    """Time the engine over a paged cache: alone, with a head, and with goodput."""
+    """Time the engine over a paged cache: recorded, alone, with a head, and with goodput."""
     bench, sizes = bench_of(report), report.sizes
+    graphs_rows(report, bench, sizes.engine_batches, sizes.contexts[0], paged=True)
     head = bench.head("mlp_speculator")
     batches = sorted({1, *sizes.engine_batches[1:3]})
     costs = report.part(

@@ -9,8 +9,8 @@ import pytest
 from tests.scripts.loading import load_script
 
 DECODE = (
-    "--base tiny --device cpu --parts steps batch --turns 2 --context 8 --new-tokens 3 --nodes 1 3 "
-    "--batches 1 2"
+    "--base tiny --device cpu --parts steps batch graphs --turns 2 --context 8 --new-tokens 3 "
+    "--nodes 1 3 --batches 1 2"
 )
 TRAIN = (
     "--bases tiny --heads mlp_speculator eagle3 --device cpu --turns 2 --batch-size 2 "
@@ -28,6 +28,9 @@ def test_steps_and_batches_are_timed(tmp_path: Path):
     results = run("bench_decode", DECODE, tmp_path / "decode.json")
     assert [row["nodes"] for row in results["steps"]] == [1, 3]
     assert [row["batch"] for row in results["batch"]] == [1, 2]
+    for row in results["graphs"]:
+        assert {*row["step_milliseconds"]} == {*row["first_token_seconds"]} == {"recorded", "eager"}
+        assert row["interval"][0] <= row["recorded_over_eager"] <= row["interval"][1]
 
 
 @pytest.mark.slow

@@ -79,10 +79,13 @@ def test_rehearsal_measures_every_stage(tmp_path: Path):
         assert record["summary"]
         assert f"**{stage}**" in process.stdout
     assert read_stage(tmp_path, "tests")["values"]["tests"]["passed"] >= 10
-    assert {"steps", "batch_2", "alone"} <= read_stage(tmp_path, "decode")["values"].keys()
+    decoded = {"steps", "batch_2", "alone", "graphs_contiguous_batch_2_context_24"}
+    assert decoded <= read_stage(tmp_path, "decode")["values"].keys()
     assert read_stage(tmp_path, "train")["values"]["tiny_eagle3"]["planned_gib"] > 0
     assert read_stage(tmp_path, "smollm2")["values"]["results"]["schema"] == 1
-    assert read_stage(tmp_path, "engine")["values"]["batch_2_context_40"][0]["goodput"]["steps"] > 0
+    served = read_stage(tmp_path, "engine")["values"]
+    assert served["batch_2_context_40"][0]["goodput"]["steps"] > 0
+    assert served["graphs_paged_batch_2_context_16"]["paged"]
 
 
 @pytest.mark.slow
