@@ -85,6 +85,8 @@ class Head(FeedbackHead):
         self.layer["mtp_block"] = layer = LlamaLayer(config, width)
         if config.experts:
             layer.add_module("mlp", build_experts(config.experts, width))
+            # some implementations of experts read back which tokens each one gets
+            self.can_record = False
         self.norm = RMSNorm(width, config.epsilon)
 
     @torch.no_grad()
