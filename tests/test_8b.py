@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from specheads.commands._call import call
 from specheads.heads.load import load_head
+from tests import tiny
 from tests.test_readme import FENCED, ROOT
-from tests.test_tutorial import CHAT
 
 PAGE = (ROOT / "docs" / "8b.md").read_text(encoding="utf-8")
 TINY_CODE = ROOT / "recipes" / "tiny_code" / "base"
@@ -63,7 +63,7 @@ def test_command_of_the_comparison_is_one_of_the_script(monkeypatch: pytest.Monk
 def values(tmp_path: Path) -> dict[str, str]:
     """Return the values of a reader: a two-layer base of the 8B's architecture, and a file."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_CODE)
-    tokenizer.chat_template = CHAT
+    tokenizer.chat_template = tiny.CHAT
     tokenizer.save_pretrained(tmp_path / "base")
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,

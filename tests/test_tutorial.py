@@ -15,10 +15,6 @@ from tests import tiny
 from tests.test_readme import FENCED, PAGES
 
 PAGE = next(page for page in PAGES if page.name == "tutorial.md")
-CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 TRAINING = [
     "base.device=cpu",
     *("head.draft_tokens=64", "checkpoint_every=0", "validation.every=0", "validation.prompts=1"),
@@ -57,7 +53,7 @@ def lines() -> list[str]:
 def values(folder: Path) -> dict[str, str]:
     """Return the values of a reader: a chat model with a template, and conversations."""
     base = tiny.saved(folder / "base", num_hidden_layers=7)
-    (base / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+    (base / "chat_template.jinja").write_text(tiny.CHAT, encoding="utf-8")
     talks = [
         {
             "question": f"What do you get if you add {first} to {second}, and why is it so?",

@@ -29,6 +29,12 @@ NEW_TOKENS = 40
 PROMPT_LENGTHS = (5, 21, 11)
 """Three ragged rows, one longer than the sliding windows (12 and 16)."""
 
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A chat template for tokenizers without one."""
+
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,

@@ -14,9 +14,9 @@ from specheads.data import files
 @pytest.fixture(scope="module", autouse=True)
 def _some_of_the_standard_library() -> Iterator[None]:
     # to tokenise all of it takes seconds
-    some = files.stdlib_files()[::5]
+    files_read = files.stdlib_files()[::5]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "stdlib_files", lambda: some)
+        patch.setattr(files, "stdlib_files", lambda: files_read)
         yield
 
 
@@ -40,12 +40,12 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Return a function that calls a command and returns its only line: exit code 2."""
 
     def run(command: str, *arguments: str) -> str:
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as stop:
             call(command, arguments)
-        said = capsys.readouterr().err
-        assert left.value.code == 2, said
-        assert len(said.splitlines()) == 1, said
-        assert said.startswith("error: "), said
-        return said
+        output = capsys.readouterr().err
+        assert stop.value.code == 2, output
+        assert len(output.splitlines()) == 1, output
+        assert output.startswith("error: "), output
+        return output
 
     return run

@@ -71,23 +71,23 @@ def refused(
     monkeypatch.chdir(work)
 
     def train(*overrides: str) -> str:
-        said = refusal("train", "recipe=smoke", *overrides)
+        line = refusal("train", "recipe=smoke", *overrides)
         assert list(work.iterdir()) == []
-        return said
+        return line
 
     return train
 
 
-@pytest.mark.parametrize(("overrides", "told"), MISTAKES)
-def test_mistake_gets_one_line_and_leaves_nothing(overrides: str, told: str, refused: Any):
-    assert told in refused(*overrides.split())
+@pytest.mark.parametrize(("overrides", "message"), MISTAKES)
+def test_mistake_gets_one_line_and_leaves_nothing(overrides: str, message: str, refused: Any):
+    assert message in refused(*overrides.split())
 
 
 @pytest.mark.parametrize("overrides", SETTINGS)
 def test_invalid_setting_is_refused_by_name(overrides: str, refused: Any):
-    said = refused(*overrides.split())
+    line = refused(*overrides.split())
     name = overrides.split()[-1].partition("=")[0]
-    assert name.rpartition(".")[2] in said or "static" in said or "paths" in said
+    assert name.rpartition(".")[2] in line or "static" in line or "paths" in line
 
 
 def test_unknown_setting_of_a_command_suggests_its_short_name(refusal: Any):
@@ -97,35 +97,37 @@ def test_unknown_setting_of_a_command_suggests_its_short_name(refusal: Any):
 # base= takes a path or a Hub id too
 @pytest.mark.parametrize("group", ["data", "features", "head", "schedule", "tracker", "tree"])
 def test_unknown_choice_lists_valid_choices(group: str, refused: Any):
-    there = sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
-    assert f"{group} must be one of {', '.join(there)}, got 'no/oak';" in refused(f"{group}=no/oak")
+    choices = sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
+    assert f"{group} must be one of {', '.join(choices)}, got 'no/oak';" in refused(
+        f"{group}=no/oak"
+    )
 
 
 @pytest.mark.parametrize("words", [[], ["recipe=nope"]])
 def test_missing_recipe_lists_the_recipes(words: list[str], refusal: Any):
-    said = refusal("train", *words)
-    assert said.startswith("error: recipe must be one of chat_8b, conversations, ")
-    assert ("'nope'" if words else "none;") in said
+    line = refusal("train", *words)
+    assert line.startswith("error: recipe must be one of chat_8b, conversations, ")
+    assert ("'nope'" if words else "none;") in line
 
 
 @pytest.mark.parametrize("command", ["train", "distill"])
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [("", "is not there"), ('{"text": 3}\n', "must hold text"), ("no json\n", "line 1 of")],
 )
 def test_unreadable_first_row_is_refused_before_the_base_is_loaded(
-    command: str, content: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    command: str, content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     refusal: Callable[..., str],
 ):  # fmt: skip
     monkeypatch.chdir(tmp_path)
     if content:
         Path("mine.jsonl").write_text(content)
-    asked = [
+    overrides = [
         # this base does not exist either
         "recipe=smoke", "base.model=no/such/folder", "data=mixture", "data.max_documents=0",
         "data.sources={a:{source:python_stdlib},b:{source:jsonl,path:mine.jsonl}}",
         *(["out=text"] if command == "distill" else []),
     ]  # fmt: skip
-    said = refusal(command, *asked)
-    assert told in said
-    assert "mine.jsonl" in said
+    line = refusal(command, *overrides)
+    assert message in line
+    assert "mine.jsonl" in line

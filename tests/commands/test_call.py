@@ -71,7 +71,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (InputError("a rule, a value; a remedy"), "error: a rule, a value; a remedy"),
         (FULL, "must have room for the output, got [Errno 28]"),
@@ -84,15 +84,15 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (PermissionError(errno.EACCES, "Permission denied", "/root/x"), "'/root/x'; check its"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a"), "'a'; check its name"),
     ],
-    ids=lambda one: type(one).__name__ if isinstance(one, Exception) else None,
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
 def test_mistake_is_one_line_with_exit_code_2(
-    raising: Called, error: Exception, told: str, tmp_path: Path
+    raising: Called, error: Exception, message: str, tmp_path: Path
 ):
-    code, said = raising(error)
+    code, line = raising(error)
     assert code == 2
-    assert told in said
-    assert len(said.splitlines()) == 1
+    assert message in line
+    assert len(line.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -102,13 +102,13 @@ def test_mistake_is_one_line_with_exit_code_2(
 def test_bug_is_one_line_that_names_the_traceback_file(
     raising: Called, error: Exception, tmp_path: Path
 ):
-    code, said = raising(error)
+    code, line = raising(error)
     assert code == 1
-    assert len(said.splitlines()) == 1
-    assert said.startswith(f"error: a bug of specheads: {type(error).__name__}: ")
-    (written,) = tmp_path.iterdir()
-    assert str(written) in said
-    assert "in body" in written.read_text(encoding="utf-8")
+    assert len(line.splitlines()) == 1
+    assert line.startswith(f"error: a bug of specheads: {type(error).__name__}: ")
+    (file,) = tmp_path.iterdir()
+    assert str(file) in line
+    assert "in body" in file.read_text(encoding="utf-8")
 
 
 def test_retries_of_the_hub_client_are_one_line_and_its_rate_limit_is_printed(
@@ -126,25 +126,25 @@ def test_retries_of_the_hub_client_are_one_line_and_its_rate_limit_is_printed(
     raising(None)
     with caplog.at_level("WARNING"):
         http_backoff("HEAD", "https://huggingface.co/x")
-    said = [record.getMessage() for record in caplog.records]
-    waits, *limits = [line.partition(".")[0] for line in said]
+    messages = [record.getMessage() for record in caplog.records]
+    waits, *limits = [line.partition(".")[0] for line in messages]
     assert waits == "the Hub does not answer; trying again for about 30 seconds"
     assert limits == ["Rate limited"]
-    assert "301" in said[1]
+    assert "301" in messages[1]
 
 
 @pytest.mark.parametrize("command", sorted(compose.SCHEMAS))
 def test_help_shows_every_setting_and_its_examples_compose(command: str, capsys: Any):
     call(command, ["--help"])
-    shown = capsys.readouterr().out
-    usage, about, *_ = shown.splitlines()
+    page = capsys.readouterr().out
+    usage, about, *_ = page.splitlines()
     assert usage.startswith(f"usage: specheads {command} ")
     assert about == commands()[command]
     for name, rule, default, about in _call.list_settings(compose.SCHEMAS[command]):
         assert rule
         assert about, name
-        assert f"  {name}: {rule}{f' [{default}]' if default else ''}\n      {about[:40]}" in shown
-    examples = shown.partition("\nexamples\n")[2].partition("\n\n")[0].splitlines()
+        assert f"  {name}: {rule}{f' [{default}]' if default else ''}\n      {about[:40]}" in page
+    examples = page.partition("\nexamples\n")[2].partition("\n\n")[0].splitlines()
     assert len(examples) >= 2
     for line in examples:
         program, name, *overrides = shlex.split(line)
@@ -163,8 +163,10 @@ def test_help_and_mistakes_do_not_load_torch(arguments: str):
         "heavy = {'torch', 'transformers', 'datasets', 'accelerate', 'matplotlib', 'wandb'}\n"
         "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-300:]
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr[-300:]
 
 
 FORK = multiprocessing.get_context("fork")
@@ -173,9 +175,9 @@ FORK = multiprocessing.get_context("fork")
 @pytest.mark.parametrize("command", sorted(compose.SCHEMAS))
 def test_interrupt_promises_to_resume_only_where_the_work_is_kept(raising: Called, command: str):
     recipe = ["recipe=smoke"] if issubclass(compose.SCHEMAS[command], Train) else []
-    code, said = raising(KeyboardInterrupt(), [command, *recipe])
-    assert (code, len(said.splitlines())) == (130, 1)
-    assert ("resume" in said) == (command in ("train", "distill"))
+    code, line = raising(KeyboardInterrupt(), [command, *recipe])
+    assert (code, len(line.splitlines())) == (130, 1)
+    assert ("resume" in line) == (command in ("train", "distill"))
     assert raising(None, [command, *recipe]) == (0, "")
 
 
@@ -229,7 +231,7 @@ def test_signals_that_are_ignored_or_handled_stay_so():
             signal.signal(number, handler)
 
 
-def clean_up(ready: Event, done: Any) -> None:
+def clean_up(ready: Event, saved: Any) -> None:
     """Take a while to save the work after an interrupt."""
     # the tests may run under nohup, which ignores SIGHUP
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -239,14 +241,14 @@ def clean_up(ready: Event, done: Any) -> None:
             time.sleep(600)
         except KeyboardInterrupt:
             time.sleep(0.3)
-            done.set()
+            saved.set()
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signals_of_one_moment_are_one_interrupt(number: signal.Signals):
     # timeout(1) signals the process and then its group
-    ready, done = FORK.Event(), FORK.Event()
-    process = FORK.Process(target=clean_up, args=(ready, done))
+    ready, saved = FORK.Event(), FORK.Event()
+    process = FORK.Process(target=clean_up, args=(ready, saved))
     process.start()
     ready.wait()
     assert process.pid is not None
@@ -255,7 +257,7 @@ def test_signals_of_one_moment_are_one_interrupt(number: signal.Signals):
         # the kernel merges two pending signals of one number
         time.sleep(0.05)
     process.join()
-    assert (process.exitcode, done.is_set()) == (0, True)
+    assert (process.exitcode, saved.is_set()) == (0, True)
 
 
 def wait(ready: Event) -> None:
@@ -281,11 +283,11 @@ def test_help_lists_every_command_with_its_purpose(
 ):
     monkeypatch.setattr("sys.argv", ["specheads", *arguments])
     cli.main()
-    shown = capsys.readouterr().out
+    page = capsys.readouterr().out
     assert {"train", "evaluate", "compare", "tune", "chat", "export", "push"} < commands().keys()
-    rows = [line.split(maxsplit=1) for line in shown.splitlines()]
+    rows = [line.split(maxsplit=1) for line in page.splitlines()]
     assert all([name, about] in rows for name, about in commands().items())
-    assert "_call" not in shown
+    assert "_call" not in page
 
 
 @pytest.mark.parametrize("command", ["brew", "_call", "../train", "recipe=smoke"])
@@ -295,6 +297,6 @@ def test_unknown_command_is_refused_in_one_line(
     monkeypatch.setattr("sys.argv", ["specheads", command])
     with pytest.raises(SystemExit) as stop:
         cli.main()
-    shown = capsys.readouterr()
-    assert (stop.value.code, shown.out) == (2, "")
-    assert shown.err == f"the command must be one of {', '.join(commands())}, got {command!r}\n"
+    output = capsys.readouterr()
+    assert (stop.value.code, output.out) == (2, "")
+    assert output.err == f"the command must be one of {', '.join(commands())}, got {command!r}\n"

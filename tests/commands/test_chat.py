@@ -20,14 +20,11 @@ from specheads.decoding.loop import BASE_ORIGIN, Origin
 from specheads.decoding.sampling import GREEDY
 from specheads.decoding.trees.policies import chain
 from specheads.heads.load import build_for_base
+from tests import tiny
 from tests.oracle import Oracle
 
 BASE_FOLDER = data_dir("recipes") / "tiny_code" / "base"
 ASKED = "def add(first, second):\n"
-CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +44,8 @@ def tokenizer_of(base: FrozenBase) -> PreTrainedTokenizerBase:
 def answered(base: FrozenBase) -> ChatAnswer:
     """Return a complete answer, whose drafter is always right."""
     prompt = Dialogue(tokenizer_of(base)).prompt_for(ASKED)
-    said = generate(base, None, [prompt], max_new_tokens=24).tokens[0]
-    drafter = Oracle([prompt + said], 3, base.vocab_size)
+    tokens = generate(base, None, [prompt], max_new_tokens=24).tokens[0]
+    drafter = Oracle([prompt + tokens], 3, base.vocab_size)
     answer = ChatAnswer(base, prompt, drafter, chain(3), 24, GREEDY)
     while not answer.is_over:
         answer.step()
@@ -57,10 +54,10 @@ def answered(base: FrozenBase) -> ChatAnswer:
 
 def test_answer_equals_the_base_and_has_the_origin_of_each_token(base: FrozenBase):
     answer = answered(base)
-    said = generate(base, None, [answer.stream.request.prompt], max_new_tokens=24).tokens[0]
-    assert answer.stream.tokens == said
-    written = "".join(piece for piece, _ in answer.pieces)
-    assert written == answer.stream.text == tokenizer_of(base).decode(said)
+    tokens = generate(base, None, [answer.stream.request.prompt], max_new_tokens=24).tokens[0]
+    assert answer.stream.tokens == tokens
+    text = "".join(piece for piece, _ in answer.pieces)
+    assert text == answer.stream.text == tokenizer_of(base).decode(tokens)
     # one token of the prompt's forward, then three drafts and one of the base per step
     drafts = [Origin("drafted", depth) for depth in (1, 2, 3)]
     origins = [origin for _, origin in answer.pieces]
@@ -71,7 +68,7 @@ def test_answer_equals_the_base_and_has_the_origin_of_each_token(base: FrozenBas
 
 def test_dialogue_uses_the_chat_template_and_keeps_earlier_tokens(base: FrozenBase):
     tokenizer: Any = FrozenBase.load(BASE_FOLDER, device="cpu").tokenizer
-    tokenizer.chat_template, end = CHAT, tokenizer.eos_token
+    tokenizer.chat_template, end = tiny.CHAT, tokenizer.eos_token
     dialogue = Dialogue(tokenizer, "be brief")
     first = dialogue.prompt_for("one?")
     assert tokenizer.decode(first) == f"<system>be brief{end}<user>one?{end}<assistant>"
@@ -90,20 +87,20 @@ def test_dialogue_uses_the_chat_template_and_keeps_earlier_tokens(base: FrozenBa
 def test_piped_lines_are_answered_in_plain_text(
     head: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    asked = f"\n{ASKED}\udcff\n{'a ' * 5000}\n/reset\nclass A:\n/quit\nnever\n"
-    piped = io.BytesIO(asked.encode(errors="surrogateescape"))
+    lines = f"\n{ASKED}\udcff\n{'a ' * 5000}\n/reset\nclass A:\n/quit\nnever\n"
+    piped = io.BytesIO(lines.encode(errors="surrogateescape"))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(piped, encoding="utf-8"))
     words = [f"head={head}", f"base={BASE_FOLDER}", "max_new_tokens=8", "side_by_side=true"]
     call("chat", [*words, "base.device=cpu"])
-    told, wrong = capsys.readouterr()
-    assert "a conversation must fit into the context" in wrong
-    assert len(wrong.splitlines()) == 1
-    assert "\x1b" not in told
+    output, errors = capsys.readouterr()
+    assert "a conversation must fit into the context" in errors
+    assert len(errors.splitlines()) == 1
+    assert "\x1b" not in output
     # bytes that are no UTF-8 are replaced
-    assert told.count("with the head:\n") == told.count("the base alone:\n") == 3
-    assert told.count("the same text]") == 3
-    assert told.count(" tokens per forward, ") == told.count(" tokens/s]") == 6
-    assert "never" not in told
+    assert output.count("with the head:\n") == output.count("the base alone:\n") == 3
+    assert output.count("the same text]") == 3
+    assert output.count(" tokens per forward, ") == output.count(" tokens/s]") == 6
+    assert "never" not in output
 
 
 def test_end_of_a_pipe_ends_the_line(

@@ -27,7 +27,7 @@ from specheads.training.step import StepRunner
 pytestmark = pytest.mark.usefixtures("one_base")
 
 ROOT = Path(__file__).resolve().parents[2]
-Here = Callable[..., None]
+Execute = Callable[..., None]
 Refusal = Callable[..., str]
 SMALL = ["evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.speed_prompts=1"]
 
@@ -48,7 +48,7 @@ def results_of(folder: Path) -> Any:
 
 
 @pytest.fixture
-def here(work: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+def execute(work: Path, monkeypatch: pytest.MonkeyPatch) -> Execute:
     """Return a function that runs a command in the folder of the finished run, in this process."""
     monkeypatch.chdir(work)
     monkeypatch.setenv("COLUMNS", "160")
@@ -78,9 +78,9 @@ def test_run_directory_has_the_files_of_the_contract(work: Path):
     rows = read_metrics(run.metrics)
     assert [row["step"] for row in rows] == [2, 4, 6, 8, 10]
     assert [row["phase"] for row in rows] == ["corpus"] * 3 + ["distilled"] * 2
-    told = json.loads(run.provenance.read_text())
-    assert told["end"] >= told["start"]
-    assert len(told["base_fingerprint"]) == 32
+    provenance = json.loads(run.provenance.read_text())
+    assert provenance["end"] >= provenance["start"]
+    assert len(provenance["base_fingerprint"]) == 32
 
 
 def test_results_are_lossless_and_replay_equals_decoding(work: Path):
@@ -95,30 +95,30 @@ def test_results_are_lossless_and_replay_equals_decoding(work: Path):
     assert results["speed"]["base_tokens_per_second"] > 0
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("execute")
 def test_finished_run_is_refused_and_unchanged(work: Path, refusal: Refusal):
     run = work / "runs" / "smoke"
     before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
-    said = refusal("train", "recipe=smoke", *SMALL)
-    assert "a finished run is never overwritten" in said
+    line = refusal("train", "recipe=smoke", *SMALL)
+    assert "a finished run is never overwritten" in line
     assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*")}
 
 
-def test_evaluate_says_once_that_a_set_has_fewer_prompts(work: Path, here: Here, capsys: Any):
+def test_evaluate_says_once_that_a_set_has_fewer_prompts(work: Path, execute: Execute, capsys: Any):
     rows = [{"prompt": "def f(a):\n"}, {"prompt": "def g(b):\n"}]
     (work / "two.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     words = "prompts=two.jsonl", "num_prompts=3", "mode=offline", "out=two"
-    here("evaluate", "run=runs/smoke", *words)
+    execute("evaluate", "run=runs/smoke", *words)
     line = "two.jsonl has 2 usable prompts, fewer than num_prompts=3\n"
     assert capsys.readouterr().out.count(line) == 1
 
 
 def test_evaluate_keeps_the_settings_of_the_run_except_overrides(
-    work: Path, here: Here, refusal: Refusal
+    work: Path, execute: Execute, refusal: Refusal
 ):
-    asked = "run=runs/smoke", "temperature=0.9", "num_prompts=1", "seed=5", "mode=online"
-    further = "tree=best_first", "base.dtype=float64", "contexts=[64,48]", "out=warm"
-    here("evaluate", *asked, *further)
+    overrides = "run=runs/smoke", "temperature=0.9", "num_prompts=1", "seed=5", "mode=online"
+    more_overrides = "tree=best_first", "base.dtype=float64", "contexts=[64,48]", "out=warm"
+    execute("evaluate", *overrides, *more_overrides)
     results = results_of(work / "warm")
     settings = results["settings"]
     assert (settings["temperature"], settings["seed"]) == (0.9, 5)
@@ -128,18 +128,18 @@ def test_evaluate_keeps_the_settings_of_the_run_except_overrides(
     assert results["prompts"]["count"] == 1
     assert settings["coupled"] is True
     assert results["speed"] is None
-    assert [(one["context"], one["speed"]) for one in results["contexts"]] == [
+    assert [(row["context"], row["speed"]) for row in results["contexts"]] == [
         (48, None),
         (64, None),
     ]
-    for other in ("base=elsewhere", "base=smollm2_135m", "data.column=x", "data=chat data.path=x"):
-        said = refusal("evaluate", *asked, *other.split(), "out=never")
-        assert "measured on its own base and data, got " in said
-    for contexts, told in (
+    for words in ("base=elsewhere", "base=smollm2_135m", "data.column=x", "data=chat data.path=x"):
+        line = refusal("evaluate", *overrides, *words.split(), "out=never")
+        assert "measured on its own base and data, got " in line
+    for contexts, message in (
         (2041, "can be at most 2040, as 8 new tokens"),
         (20, "got 20; leave it"),
     ):
-        assert told in refusal("evaluate", *asked, f"contexts=[{contexts}]", "out=never")
+        assert message in refusal("evaluate", *overrides, f"contexts=[{contexts}]", "out=never")
     assert not (work / "never").exists()
 
 
@@ -156,17 +156,17 @@ def test_interrupted_command_resumes_to_the_same_head(
 
     with monkeypatch.context() as patch:
         patch.setattr(StepRunner, "step", interrupted)
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as stop:
             call("train", arguments)
-    assert left.value.code == 130
-    held = checkpoint.load_newest(tmp_path / "run" / "checkpoints")
-    assert held is not None
-    assert held.state["step"] == 8
+    assert stop.value.code == 130
+    snapshot = checkpoint.load_newest(tmp_path / "run" / "checkpoints")
+    assert snapshot is not None
+    assert snapshot.state["step"] == 8
     call("train", arguments)
-    ours = load_file(tmp_path / "run" / "head" / "model.safetensors")
-    whole = load_file(work / "runs" / "smoke" / "head" / "model.safetensors")
-    for name, value in whole.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+    weights = load_file(tmp_path / "run" / "head" / "model.safetensors")
+    expected = load_file(work / "runs" / "smoke" / "head" / "model.safetensors")
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
     capsys.readouterr()
 
 
@@ -176,21 +176,23 @@ def test_a_dry_run_prints_settings_and_plan_as_two_documents_and_writes_nothing(
     monkeypatch.chdir(tmp_path)
     overrides = ["schedule.phases.corpus.steps=720", "~schedule.phases.distilled"]
     call("train", ["recipe=smoke", "dry_run=true", *overrides])
-    settings, shown = yaml.safe_load_all(capsys.readouterr().out)
+    settings, document = yaml.safe_load_all(capsys.readouterr().out)
     assert settings["head"]["kind"] == "mlp_speculator"
-    phase = shown["plan"]["phases"]["corpus"]
+    phase = document["plan"]["phases"]["corpus"]
     assert (
         phase["tokens"]
         == 720 * phase["batch_size"] * settings["schedule"]["phases"]["corpus"]["sequence_length"]
     )
-    assert 0 < shown["plan"]["hours"]["corpus"] < 1
-    assert shown["plan"]["fits"]
+    assert 0 < document["plan"]["hours"]["corpus"] < 1
+    assert document["plan"]["fits"]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_writes_a_folder_and_prints_the_serving_command(work: Path, here: Here, capsys: Any):
+def test_export_writes_a_folder_and_prints_the_serving_command(
+    work: Path, execute: Execute, capsys: Any
+):
     cwd = work
-    here("export", "run=runs/smoke", "engine=vllm", "out=served")
+    execute("export", "run=runs/smoke", "engine=vllm", "out=served")
     (line,) = capsys.readouterr().out.splitlines()
     assert VLLM_SERVER in line
     assert str(cwd / "served") in line
@@ -199,9 +201,9 @@ def test_export_writes_a_folder_and_prints_the_serving_command(work: Path, here:
     assert specheads.load_head(cwd / "served").kind == "mlp_speculator"
 
 
-def test_training_starts_from_init(work: Path, here: Here):
+def test_training_starts_from_init(work: Path, execute: Execute):
     cwd = work
-    here(
+    execute(
         "train", "recipe=smoke", "name=further", "init=runs/smoke/head", "evaluate_after=false",
         "schedule.phases.corpus.steps=2", "~schedule.phases.distilled",
         # the depth of the loaded head counts, not this one, which needs longer rows
@@ -212,8 +214,10 @@ def test_training_starts_from_init(work: Path, here: Here):
 
 
 @pytest.mark.slow
-def test_a_watched_run_ends_with_its_best_head_and_draws_its_learning_curve(work: Path, here: Here):
-    here(
+def test_a_watched_run_ends_with_its_best_head_and_draws_its_learning_curve(
+    work: Path, execute: Execute
+):
+    execute(
         "train", "recipe=smoke", "name=watched", "validation.every=1", "validation.keep=best",
         "schedule.phases.corpus.learning_rate=0", "tracker=tensorboard", *SMALL,
     )  # fmt: skip
@@ -222,9 +226,9 @@ def test_a_watched_run_ends_with_its_best_head_and_draws_its_learning_curve(work
     scores = {row["step"]: row["validation/tokens_per_forward"] for row in rows}
     best = json.loads(run.best_score.read_text())
     assert best["tokens_per_forward"] == max(scores.values()) == scores[best["step"]]
-    ours = load_file(run.head / "model.safetensors")
+    weights = load_file(run.head / "model.safetensors")
     for name, value in load_file(run.best / "model.safetensors").items():
-        assert torch.equal(ours[name], value), name
+        assert torch.equal(weights[name], value), name
     assert not (run.head / "best.json").exists()
     assert [row["hours"] for row in rows] == sorted(row["hours"] for row in rows)
     assert all(row["mfu"] > 0 and 0 <= row["data_wait_share"] <= 1 for row in rows)
@@ -233,21 +237,21 @@ def test_a_watched_run_ends_with_its_best_head_and_draws_its_learning_curve(work
 
 
 def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(
-    work: Path, here: Here, capsys: Any
+    work: Path, execute: Execute, capsys: Any
 ):
     run = work / "runs" / "smoke"
     before = {file.name for file in (run / "report").iterdir()}
-    here(
+    execute(
         "compare", "run=runs/smoke", "tree=chain", "num_prompts=2", "max_new_tokens=8",
         "evaluation.speed_prompts=1", "evaluation.repeats=1",
         f"draft_model={ROOT / 'recipes/tiny_code/base'}",
     )  # fmt: skip
-    told = capsys.readouterr().out
-    assert "comparison: runs/smoke/report/compare.json" in told
-    written = {file.name for file in (run / "report").iterdir()} - before
-    assert written == {"compare.json"}
-    found = json.loads((run / "report" / "compare.json").read_text())
-    (condition,) = found["conditions"]
+    output = capsys.readouterr().out
+    assert "comparison: runs/smoke/report/compare.json" in output
+    new_files = {file.name for file in (run / "report").iterdir()} - before
+    assert new_files == {"compare.json"}
+    comparison = json.loads((run / "report" / "compare.json").read_text())
+    (condition,) = comparison["conditions"]
     drafters = condition["drafters"]
     assert [*drafters] == [
         "head", "prompt_lookup", "hybrid", "suffix", "suffix_hybrid", "streaming", "draft_model",
@@ -255,17 +259,17 @@ def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(
     ]  # fmt: skip
     assert {*condition["ranking"]} == {*drafters}
     for name, row in drafters.items():
-        assert name in told
+        assert name in output
         assert row["lossless"]["identical"] == row["lossless"]["compared"] == 2
         assert row["speed"]["tokens_per_second"] > 0
     # 7 tokens after the first: a base that drafts for itself needs two forwards for each prompt
     assert drafters["draft_model"]["online"]["forwards"] == 2 * 2
-    assert found["prompts"]["count"] == 2
-    assert found["provenance"]["command"][1] == "run=runs/smoke"
+    assert comparison["prompts"]["count"] == 2
+    assert comparison["provenance"]["command"][1] == "run=runs/smoke"
 
 
 def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
-    work: Path, here: Here, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: Path, execute: Execute, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # which tree is the fastest does not matter here
     monkeypatch.setattr(step_times, "BURST", 2)
@@ -273,26 +277,26 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
     folder = work / "runs" / "smoke" / "head"
     small = ["max_nodes=6", "batch_sizes=[1]", "contexts=[24]", "num_prompts=4", "new_tokens=12"]
     try:
-        here("tune", "run=runs/smoke", *small)
-        told = capsys.readouterr().out
-        assert "tuned: runs/smoke/head/tuned.json" in told
-        assert all(word in told for word in ("off by", "speed-up", "best_first"))
-        found = json.loads((folder / "tuned.json").read_text())
-        assert [(one["batch"], one["context"]) for one in found["trees"]] == [(1, 24)]
-        assert sum(one["chosen"] for one in found["tried"]) == 1
-        assert max(one["num_nodes"] for one in found["tried"] if one["tree"] == "tree") <= 6
+        execute("tune", "run=runs/smoke", *small)
+        output = capsys.readouterr().out
+        assert "tuned: runs/smoke/head/tuned.json" in output
+        assert all(word in output for word in ("off by", "speed-up", "best_first"))
+        tuned = json.loads((folder / "tuned.json").read_text())
+        assert [(tree["batch"], tree["context"]) for tree in tuned["trees"]] == [(1, 24)]
+        assert sum(tree["chosen"] for tree in tuned["tried"]) == 1
+        assert max(tree["num_nodes"] for tree in tuned["tried"] if tree["tree"] == "tree") <= 6
         # a tree that no measurement here would choose shows who takes it
-        one = found["trees"][0]
-        one |= {"kind": "static", "paths": [[0], [5]], "num_nodes": 3, "depth": 1, "copied": 4}
+        tree = tuned["trees"][0]
+        tree |= {"kind": "static", "paths": [[0], [5]], "num_nodes": 3, "depth": 1, "copied": 4}
         # a tree that stops where the head is unsure is not replayed
-        one |= {"confidence": 0.0, "stop": None}
-        (folder / "tuned.json").write_text(json.dumps(found))
+        tree |= {"confidence": 0.0, "stop": None}
+        (folder / "tuned.json").write_text(json.dumps(tuned))
         base = specheads.FrozenBase.load(ROOT / "recipes/tiny_code/base")
         head = specheads.load_head(folder, base)
         tree: Any = specheads.Engine(base, head).tree
         assert (tree.head_tree.paths, tree.num_copied) == (((0,), (5,)), 4)
         few = ["num_prompts=1", "max_new_tokens=8", "mode=online", f"out={tmp_path}"]
-        here("evaluate", "run=runs/smoke", *few)
+        execute("evaluate", "run=runs/smoke", *few)
         results = results_of(tmp_path)
         settings = results["settings"]
         assert (settings["tree"], settings["paths"]) == ("tuned+lookup", [[0], [5]])
@@ -302,13 +306,13 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
         (folder / "tuned.json").unlink(missing_ok=True)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("execute")
 def test_compare_refuses_unfinished_runs_and_missing_draft_models(
     work: Path, refusal: Refusal, tmp_path: Path
 ):
     shutil.copy(work / "runs" / "smoke" / "config.yaml", tmp_path)
     few = ["num_prompts=1", "max_new_tokens=4", "out=refused"]
     assert "only a finished run can be compared" in refusal("compare", f"run={tmp_path}", *few)
-    asked = ["run=runs/smoke", "drafters=[draft_model]", "draft_model=no/such/folder"]
-    assert "no/such/folder" in refusal("compare", *asked, *few)
+    overrides = ["run=runs/smoke", "drafters=[draft_model]", "draft_model=no/such/folder"]
+    assert "no/such/folder" in refusal("compare", *overrides, *few)
     assert not (work / "refused").exists()

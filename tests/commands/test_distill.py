@@ -10,6 +10,8 @@ import pytest
 import specheads
 from specheads.config import data_dir
 from specheads.heads.load import build_for_base
+from tests import tiny
+from tests.training.distill.fake_engine import shards
 
 SMALL = ["recipe=smoke", "num_samples=6", "new_tokens=8", "batch_size=3"]
 
@@ -21,10 +23,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         text = "".join(f"def add_{number}_{line}(a, b):\n    return a + b\n" for line in range(40))
         (folder / f"{number}.py").write_text(text)
     return ["data=files", f"data.path={folder}"]
-
-
-def shards(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.glob("*.parquet")}
 
 
 def test_text_is_written_with_a_report_and_resumed(
@@ -62,10 +60,7 @@ def test_head_generates_the_same_text(
 def test_draft_tokens_are_counted_on_answers_if_there_are_only_prompts(tmp_path: Path):
     base = specheads.FrozenBase.load(data_dir("recipes") / "tiny_code" / "base", device="cpu")
     assert base.tokenizer is not None
-    base.tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
+    base.tokenizer.chat_template = tiny.CHAT
     talks = [{"messages": [{"role": "user", "content": f"Add {n} to it."}]} for n in range(60)]
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     phase = "schedule.phases.distilled"

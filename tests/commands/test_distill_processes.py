@@ -18,6 +18,7 @@ from specheads.core.errors import InputError
 from specheads.training.distill import engines
 from tests import tiny
 from tests.commands.test_kills import Moment, act
+from tests.training.distill.fake_engine import shards
 from tests.training.in_processes import FORK, started
 
 ROOT = Path(__file__).parents[2]
@@ -37,10 +38,6 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         text = "".join(f"def add_{number}_{line}(a, b): return a\n" for line in range(60))
         (folder / f"{number}.py").write_text(text)
     return [*WORDS, f"base.model={base}", f"data.path={folder}/*.py"]
-
-
-def shards(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.glob("*.parquet")}
 
 
 def start(words: list[str], out: Path, count: int, moment: Moment | None) -> list[int | None]:

@@ -37,7 +37,7 @@ SMALL = (
 def stack(folder: Path) -> Path:
     """Write a small data set with the folders, files and columns of the Stack."""
     rows = [
-        "".join(f"def f_{number}_{one}(a):\n    return a + {one}\n\n" for one in range(12))
+        "".join(f"def f_{number}_{line}(a):\n    return a + {line}\n\n" for line in range(12))
         for number in range(200)
     ]
     (folder / "data" / "python").mkdir(parents=True)
@@ -54,20 +54,20 @@ def stack(folder: Path) -> Path:
 def test_two_processes_train_both_phases_and_log_to_wandb_offline(tmp_path: Path):
     base = tiny.saved(tmp_path / "granite", "granite", num_hidden_layers=2)
     data, run = stack(tmp_path / "the-stack-dedup"), tmp_path / "run"
-    where = f"base.model={base}", f"data.path={data}", f"run_dir={run}"
+    paths = f"base.model={base}", f"data.path={data}", f"run_dir={run}"
     # no network, no key of wandb, and no variable that sets it offline
-    left = {name: os.environ[name] for name in os.environ if not name.startswith("WANDB_")}
-    left |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [*ACCELERATE, str(REPOSITORY / "train.py"), "recipe=granite_code", *where, *SMALL]
-    said = subprocess.run(
+    environment = {name: os.environ[name] for name in os.environ if not name.startswith("WANDB_")}
+    environment |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [*ACCELERATE, str(REPOSITORY / "train.py"), "recipe=granite_code", *paths, *SMALL]
+    process = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=tmp_path,
-        env=left | {"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)},
+        env=environment | {"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
     )
-    assert said.returncode == 0, said.stdout + said.stderr
-    assert said.stdout.count("training with 2 processes") == 1
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count("training with 2 processes") == 1
     trained = RunDirectory(run)
     results = json.loads((trained.report / "results.json").read_text())
     assert results["lossless"]["identical"] == results["prompts"]["count"] == 4
@@ -80,11 +80,11 @@ def test_two_processes_train_both_phases_and_log_to_wandb_offline(tmp_path: Path
     shards = [pq.read_table(file) for file in sorted(trained.text.glob("shard-*.parquet"))]
     assert [shard.num_rows for shard in shards] == [4, 4, 4]
     assert len(list(trained.path.glob("wandb/offline-run-*"))) == 1
-    heads = [load_file(one / "model.safetensors") for one in trained.phases.iterdir()]
+    heads = [load_file(folder / "model.safetensors") for folder in trained.phases.iterdir()]
     assert len(heads) == 2
     assert any(not torch.equal(value, heads[1][name]) for name, value in heads[0].items())
     loaded = specheads.FrozenBase.load(base, dtype="float32", device="cpu")
     head = specheads.load_head(trained.head, loaded)
     prompts = [[11, 300, 42, 7], [5, 6]]
-    ours = specheads.generate(loaded, head, prompts, max_new_tokens=12)
-    assert ours.tokens == specheads.generate(loaded, None, prompts, max_new_tokens=12).tokens
+    drafted = specheads.generate(loaded, head, prompts, max_new_tokens=12)
+    assert drafted.tokens == specheads.generate(loaded, None, prompts, max_new_tokens=12).tokens

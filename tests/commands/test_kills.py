@@ -18,9 +18,8 @@ from specheads.commands._call import call
 from specheads.core.files import LOCK
 from specheads.runs.checkpoint import CHECKSUMS_FILE
 from specheads.runs.directory import RunDirectory
-from specheads.runs.trackers import read_metrics
 from tests import tiny
-from tests.training.in_processes import FORK, started
+from tests.training.in_processes import FORK, started, untimed_rows
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +50,7 @@ class Moment:
     """A moment to signal the killer: the n-th time that a process touches such a path."""
 
     rank: int
-    part: str
+    fragment: str
     number: int
 
 
@@ -60,15 +59,15 @@ def act(
 ) -> None:
     """Run the command in a forked child, and signal the killer at the moment."""
     sys.stdout = sys.stderr = open(f"{run}.log", "a", buffering=1)  # noqa: PTH123, SIM115
-    left = moment.number if moment and int(os.environ.get("RANK", "0")) == moment.rank else 0
+    remaining = moment.number if moment and int(os.environ.get("RANK", "0")) == moment.rank else 0
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal left
-        if left and event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+        nonlocal remaining
+        if remaining and event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
             path = str(arguments[0])
-            if moment and path.startswith(str(run)) and moment.part in path:
-                left -= 1
-                if not left:
+            if moment and path.startswith(str(run)) and moment.fragment in path:
+                remaining -= 1
+                if not remaining:
                     os.write(killer, b"!")
 
     sys.addaudithook(hear)
@@ -86,7 +85,7 @@ class Killer:
     @property
     def goes_on(self) -> bool:
         """Whether more kills are needed, in number or at a required state."""
-        missed = any(not self.landed[what] for what in MOMENTS)
+        missed = any(not self.landed[state] for state in MOMENTS)
         return self.landed.total() < (4 * KILLS if missed else KILLS)
 
     def whole(self, run: Path) -> Path:
@@ -101,7 +100,7 @@ class Killer:
         os.close(writer)
         if os.read(reader, 1):
             time.sleep(self.chance.choice([0, self.chance.uniform(0, 0.02)]))
-            for process in self.chance.choice([[one] for one in ranks] + [ranks]):
+            for process in self.chance.choice([[process] for process in ranks] + [ranks]):
                 process.kill()
         for process in ranks:
             process.join()
@@ -110,16 +109,18 @@ class Killer:
 
     def disturb(self, run: Path) -> None:
         """Start the run once, and kill it if the moment comes before its end."""
-        part = self.chance.choice([*EVENTS])
-        rank = 0 if part in ("/checkpoints/.step-", "/metrics.jsonl") else self.chance.randrange(2)
-        moment = Moment(rank % self.count, part, self.chance.randint(1, EVENTS[part]))
+        fragment = self.chance.choice([*EVENTS])
+        rank = (
+            0 if fragment in ("/checkpoints/.step-", "/metrics.jsonl") else self.chance.randrange(2)
+        )
+        moment = Moment(rank % self.count, fragment, self.chance.randint(1, EVENTS[fragment]))
         codes = self.start(run, moment)
-        told = f"{moment} {codes} {Path(f'{run}.log').read_text()}"
+        log = f"{moment} {codes} {Path(f'{run}.log').read_text()}"
         if -signal.SIGKILL not in codes:
-            assert codes == [0] * self.count, told
+            assert codes == [0] * self.count, log
             return
         # one that was not killed missed the others, or was done
-        assert {*codes} <= {-signal.SIGKILL, 0, 2}, told
+        assert {*codes} <= {-signal.SIGKILL, 0, 2}, log
         self.landed[at(RunDirectory(run))] += 1
 
 
@@ -137,24 +138,18 @@ def at(run: RunDirectory) -> str:
 def files(run: Path) -> dict[str, Any]:
     """Return the files of a run, without names and times."""
     timed = ("config.yaml", "provenance.json", "metrics.jsonl", "report.md", CHECKSUMS_FILE)
-    found: dict[str, Any] = {
+    contents: dict[str, Any] = {
         str(file.relative_to(run)): file.read_bytes()
         for file in run.rglob("*")
         if file.is_file() and file.name not in timed and "README.md" not in file.name
     }
-    for name in found:
+    for name in contents:
         if name.endswith("state.json"):
-            found[name] = json.loads(found[name]) | {"seconds": 0.0}
+            contents[name] = json.loads(contents[name]) | {"seconds": 0.0}
         elif "/sealed-" in name:
             # a shard that was sealed, and not yet in its place, is sealed again in the same words
-            found[name] = {*found[name].splitlines()}
-    return found
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    told = read_metrics(run / "metrics.jsonl")
-    others = ("tokens_per_second", "hours", "data_wait_share", "peak_gib", "mfu")
-    return [{name: row[name] for name in row if name not in others} for row in told]
+            contents[name] = {*contents[name].splitlines()}
+    return contents
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +157,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     base = tiny.saved(tmp_path_factory.mktemp("base"))
     corpus = tmp_path_factory.mktemp("corpus")
     for number in range(200):
-        text = "".join(f"def f_{number}_{one}(a):\n    return a + {one}\n" for one in range(6))
+        text = "".join(f"def f_{number}_{line}(a):\n    return a + {line}\n" for line in range(6))
         (corpus / f"{number}.py").write_text(text)
     return [*RECIPE, f"base.model={base}", f"data.path={corpus}"]
 
@@ -170,8 +165,8 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize("count", [1, 2])
 def test_twenty_kills_do_not_change_the_result(count: int, words: list[str], tmp_path: Path):
     killer, number = Killer(words, count), 0
-    whole = killer.whole(tmp_path / "whole")
-    assert len(rows(whole)) == 2 * STEPS
+    reference = killer.whole(tmp_path / "whole")
+    assert len(untimed_rows(reference)) == 2 * STEPS
     while killer.goes_on:
         run = tmp_path / f"run-{number}"
         # several runs: one alone is soon past its first phase
@@ -180,12 +175,14 @@ def test_twenty_kills_do_not_change_the_result(count: int, words: list[str], tmp
                 killer.disturb(run)
         if not RunDirectory(run).finished:
             killer.whole(run)
-        assert rows(run) == rows(whole)
-        found, wanted = files(run), files(whole)
-        assert {name: found.get(name) for name in wanted} == wanted
+        assert untimed_rows(run) == untimed_rows(reference)
+        contents, expected = files(run), files(reference)
+        assert {name: contents.get(name) for name in expected} == expected
         # one that was killed as it put away an older checkpoint, as it wrote text or after its end
         # leaves these
-        left = {name for name in {*found} - {*wanted} if not name.startswith("text/.lock-")}
-        assert all(name.startswith("checkpoints/step-") for name in left - {LOCK}), left
+        remaining = {
+            name for name in {*contents} - {*expected} if not name.startswith("text/.lock-")
+        }
+        assert all(name.startswith("checkpoints/step-") for name in remaining - {LOCK}), remaining
         number += 1
-    assert all(killer.landed[what] for what in MOMENTS), killer.landed
+    assert all(killer.landed[state] for state in MOMENTS), killer.landed

@@ -40,9 +40,9 @@ def run(
     base: specheads.FrozenBase, announced: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> RunDirectory:
     """Return a trained run."""
-    place = f"run_dir={tmp_path_factory.mktemp('secret_place') / 'run'}"
-    asked = [*SHORT, place, "tree=chain"]
-    return specheads.train("smoke", asked, base=base, announce=announced.append)
+    run_dir = f"run_dir={tmp_path_factory.mktemp('secret_place') / 'run'}"
+    overrides = [*SHORT, run_dir, "tree=chain"]
+    return specheads.train("smoke", overrides, base=base, announce=announced.append)
 
 
 def test_train_returns_the_run_and_announces_the_head(run: RunDirectory, announced: list[str]):
@@ -63,27 +63,27 @@ def test_evaluation_after_training_writes_tuned_json(
     run: RunDirectory, base: specheads.FrozenBase, tmp_path: Path
 ):
     assert not (run.head / "tuned.json").exists()
-    few = [*SHORT, f"run_dir={tmp_path / 'run'}", "tree=tuned"]
-    made = specheads.train("smoke", [*few, "evaluation.mode=offline"], base=base)
-    results = json.loads((made.report / "results.json").read_text())
-    tuned = json.loads((made.head / "tuned.json").read_text())
+    overrides = [*SHORT, f"run_dir={tmp_path / 'run'}", "tree=tuned"]
+    new_run = specheads.train("smoke", [*overrides, "evaluation.mode=offline"], base=base)
+    results = json.loads((new_run.report / "results.json").read_text())
+    tuned = json.loads((new_run.head / "tuned.json").read_text())
     timed = tuned["tried"]
     assert (timed[0]["tree"], timed[0]["speedup"]) == ("none", 1.0)
-    (chosen,) = [one for one in timed if one["chosen"]]
-    assert chosen["speedup"] == max(one["speedup"] for one in timed)
+    (chosen,) = [row for row in timed if row["chosen"]]
+    assert chosen["speedup"] == max(row["speedup"] for row in timed)
     assert chosen["num_nodes"] == results["settings"]["num_nodes"]
     (tree,) = tuned["trees"]
     assert (tree["predicted_speedup"], tree["batch"]) == (chosen["speedup"], 1)
-    assert specheads.load_head(made.head, base).tuned.trees[0].kind == tree["kind"]
+    assert specheads.load_head(new_run.head, base).tuned.trees[0].kind == tree["kind"]
 
 
 def test_run_and_head_give_the_same_results(
     run: RunDirectory, base: specheads.FrozenBase, tmp_path: Path, capsys: Any
 ):
     before = (run.report / "results.json").read_bytes()
-    asked = ["tree=chain", "mode=online", *SMALL]
-    of_run = specheads.evaluate(run.path, asked, base=base, out=tmp_path / "again")
-    of_head = specheads.evaluate(overrides=[*asked, f"head={run.head}"], base=base)
+    overrides = ["tree=chain", "mode=online", *SMALL]
+    of_run = specheads.evaluate(run.path, overrides, base=base, out=tmp_path / "again")
+    of_head = specheads.evaluate(overrides=[*overrides, f"head={run.head}"], base=base)
     assert of_run.online == of_head.online
     assert (run.report / "results.json").read_bytes() == before
     stored = json.loads((tmp_path / "again" / "results.json").read_text())
@@ -94,14 +94,14 @@ def test_run_and_head_give_the_same_results(
 def test_head_of_other_weights_needs_force(
     run: RunDirectory, base: specheads.FrozenBase, tmp_path: Path
 ):
-    made = RunDirectory(shutil.copytree(run.path, tmp_path / "run"))
-    file = made.head / "config.json"
-    known = json.loads(file.read_text())
-    file.write_text(json.dumps(known | {"base_fingerprint": "0" * 16 + "-" + "0" * 16}))
-    few, out = ["tree=chain", "mode=offline", *SMALL], tmp_path / "out"
+    copy = RunDirectory(shutil.copytree(run.path, tmp_path / "run"))
+    file = copy.head / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"base_fingerprint": "0" * 16 + "-" + "0" * 16}))
+    settings, out = ["tree=chain", "mode=offline", *SMALL], tmp_path / "out"
     for call, words in (
-        (lambda more: specheads.evaluate(made.path, more, base=base, out=out), few),
-        (lambda more: specheads.export(made.path, "vllm", tmp_path / "x", more, base=base), []),
+        (lambda words: specheads.evaluate(copy.path, words, base=base, out=out), settings),
+        (lambda words: specheads.export(copy.path, "vllm", tmp_path / "x", words, base=base), []),
     ):
         with pytest.raises(ValueError, match="override with force=true"):
             call(words)
@@ -157,10 +157,10 @@ def test_speed_bench_shows_categories_and_lengths_in_results_report_and_csv(
     run: RunDirectory, base: specheads.FrozenBase, tmp_path: Path
 ):
     folder = speed_bench(tmp_path / "speed")
-    asked = ["tree=chain", "mode=online", *SMALL, "num_prompts=100", f"prompts={folder}"]
-    asked.append("evaluation.batch_size=30")
-    made = specheads.evaluate(run.path, asked, base=base, out=tmp_path / "out")
-    assert made.online is not None
+    overrides = ["tree=chain", "mode=online", *SMALL, "num_prompts=100", f"prompts={folder}"]
+    overrides.append("evaluation.batch_size=30")
+    results = specheads.evaluate(run.path, overrides, base=base, out=tmp_path / "out")
+    assert results.online is not None
     stored = json.loads((tmp_path / "out/results.json").read_text())["online"]
     assert {*stored["by_input_length"]} == {"", *LENGTHS}
     assert {*stored["by_category"]} == {*CATEGORIES, *ENTROPIES}
@@ -172,26 +172,26 @@ def test_speed_bench_shows_categories_and_lengths_in_results_report_and_csv(
     ]
     assert (rows[0]["subset"], rows[-1]["subset"]) == ("speed/coding", f"speed/{LENGTHS[-1]}/mixed")
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-        assert sum(int(row[name]) for row in rows) == getattr(made.online, name)
+        assert sum(int(row[name]) for row in rows) == getattr(results.online, name)
     page = (tmp_path / "out/report.html").read_text()
     assert all(f"<td>{name}</td>" in page for name in [*CATEGORIES, *ENTROPIES, *LENGTHS])
     console = Console(record=True, width=120)
-    print_results(made, console)
-    assert "by input length" in (shown := console.export_text())
-    assert all(name in shown for name in [*CATEGORIES, *ENTROPIES, *LENGTHS])
+    print_results(results, console)
+    assert "by input length" in (output := console.export_text())
+    assert all(name in output for name in [*CATEGORIES, *ENTROPIES, *LENGTHS])
 
 
 def test_traces_train_and_give_prompts_but_are_not_answered_again(
     base: specheads.FrozenBase, tmp_path: Path
 ):
     rows = [
-        {"input_ids": [*range(one, one + 40)], "loss_mask": [0] * 8 + [1] * 32}
-        for one in range(400)
+        {"input_ids": [*range(number, number + 40)], "loss_mask": [0] * 8 + [1] * 32}
+        for number in range(400)
     ]
     data = ["data=traces", f"data.path={write_jsonl(tmp_path / 'a.jsonl', rows)}", "tree=chain"]
     data += ["data.max_documents=0", "evaluation.prompts=held_out"]
-    made = specheads.train("smoke", [*data, *SHORT, f"run_dir={tmp_path / 'run'}"], base=base)
-    results = read_results(Results, made.report / "results.json")
+    new_run = specheads.train("smoke", [*data, *SHORT, f"run_dir={tmp_path / 'run'}"], base=base)
+    results = read_results(Results, new_run.report / "results.json")
     assert results is not None
     assert (results.prompts.name, results.prompts.categories) == ("held_out", {"traces": 2})
     with pytest.raises(ValueError, match="traces hold what the base wrote already"):
@@ -204,31 +204,31 @@ JOINT = [
     "head=medusa",
     "schedule=medusa2",
     *(f"~schedule.phases.{name}" for name in ("heads", "corpus", "distilled")),
-    *(f"{PHASE}.{one}" for one in ("steps=2", "batch_size=2", "sequence_length=32")),
-    *(f"{PHASE}.joint.{one}" for one in ("rank=2", "learning_rate=0.05")),
+    *(f"{PHASE}.{word}" for word in ("steps=2", "batch_size=2", "sequence_length=32")),
+    *(f"{PHASE}.joint.{word}" for word in ("rank=2", "learning_rate=0.05")),
 ]
 
 
 @pytest.mark.slow
 def test_export_after_joint_training_has_the_merged_base(tmp_path: Path):
-    place = data_dir("recipes") / "tiny_code" / "base"
+    folder = data_dir("recipes") / "tiny_code" / "base"
     words = [*JOINT, *SMALL, f"run_dir={tmp_path / 'run'}", "tree=chain"]
-    made = specheads.train("smoke", words)
+    new_run = specheads.train("smoke", words)
     out = tmp_path / "served"
-    exported = specheads.export(made.path, "vllm", out)
+    exported = specheads.export(new_run.path, "vllm", out)
     # the serving command names the merged base
     assert f"{VLLM_SERVER} {out / 'base'} " in exported.serve[0]
     merged = specheads.FrozenBase.load(out / "base", device="cpu")
-    adapted = specheads.FrozenBase.load(place, adapter=made.adapter, device="cpu")
-    plain = specheads.FrozenBase.load(place, device="cpu")
+    adapted = specheads.FrozenBase.load(folder, adapter=new_run.adapter, device="cpu")
+    plain = specheads.FrozenBase.load(folder, device="cpu")
     assert merged.fingerprint == adapted.fingerprint != plain.fingerprint
     assert json.loads((out / RECORD).read_text())["base"]["fingerprint"] == merged.fingerprint
     prompts = [[11, 300, 42], [5, 6]]
     head = specheads.load_head(out, merged)
-    said = specheads.generate(merged, head, prompts, max_new_tokens=12)
-    assert said.tokens == specheads.generate(adapted, None, prompts, max_new_tokens=12).tokens
+    drafted = specheads.generate(merged, head, prompts, max_new_tokens=12)
+    assert drafted.tokens == specheads.generate(adapted, None, prompts, max_new_tokens=12).tokens
     # export again into the same folder, with names only
-    again = [f"head_path={made.head}", f"base.model={place}", f"base.adapter={made.adapter}"]
+    again = [f"head_path={new_run.head}", f"base.model={folder}", f"base.adapter={new_run.adapter}"]
     lines = specheads.export("", "vllm", out, again).serve
     assert lines == exported.serve
     assert (out / "base" / "tokenizer.json").is_file()

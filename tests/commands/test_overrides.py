@@ -26,16 +26,19 @@ STRANGE = (
 )  # fmt: skip
 
 
-def leaves(kind: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the full name and the hint of every setting of the smoke recipe."""
     for item in fields(kind):
-        name, hint = f"{where}{item.name}", setting_hints(kind)[item.name]
+        name, hint = f"{prefix}{item.name}", setting_hints(kind)[item.name]
         inner = [
-            one for one in (hint, *get_args(hint)) if isinstance(one, type) and is_dataclass(one)
+            option
+            for option in (hint, *get_args(hint))
+            if isinstance(option, type) and is_dataclass(option)
         ]
         if name == "head":
             yield from (
-                (f"head.{own.name}", setting_hints(Config)[own.name]) for own in fields(Config)
+                (f"head.{setting.name}", setting_hints(Config)[setting.name])
+                for setting in fields(Config)
             )
         elif name == "schedule.phases":
             section = get_args(get_args(hint)[0])[1]
@@ -57,10 +60,10 @@ def usual(hint: Any) -> strategies.SearchStrategy[str]:
         around = {end + step for end in ends for step in (-1, 0, 1)} | {1, 2, 3, 8}
         if plain is float:
             around |= {end + step for end in ends for step in (-1e-3, 1e-3)} | {0.5}
-        return strategies.sampled_from([str(plain(one)) for one in sorted(around)])
+        return strategies.sampled_from([str(plain(number)) for number in sorted(around)])
     if get_origin(plain) is list:
-        one = usual(get_args(plain)[0])
-        return strategies.lists(one, max_size=3).map(lambda found: f"[{','.join(found)}]")
+        items = strategies.lists(usual(get_args(plain)[0]), max_size=3)
+        return items.map(lambda words: f"[{','.join(words)}]")
     if plain is str and rules and getattr(rules[0], "description", "").startswith("one of "):
         return strategies.sampled_from(rules[0].description.removeprefix("one of ").split(", "))
     return strategies.sampled_from(["true", "false", "none", "plain"])
@@ -68,29 +71,29 @@ def usual(hint: Any) -> strategies.SearchStrategy[str]:
 
 def called(command: str, overrides: list[str]) -> tuple[int, str]:
     """Return the exit code of a call, and its standard error."""
-    said, code = io.StringIO(), 0
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+    output, code = io.StringIO(), 0
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(io.StringIO()):
         try:
             _call.call(command, overrides)
         except SystemExit as left:
             code = int(left.code or 0)
-    return code, said.getvalue()
+    return code, output.getvalue()
 
 
 def override_sets(command: str) -> strategies.SearchStrategy[list[str]]:
     """Draw one to four overrides: in range, out of range, of a wrong type, unknown, or odd."""
-    known = list(leaves(compose.SCHEMAS[command]))
-    names = strategies.sampled_from([name for name, _ in known])
+    settings_of_command = list(leaves(compose.SCHEMAS[command]))
+    names = strategies.sampled_from([name for name, _ in settings_of_command])
     groups = strategies.sampled_from(["base", "head", "data", "tree", "schedule", "tracker"])
     unknown = strategies.sampled_from(["evaluation.x", "+evaluation.x", "++x", "x"])
     odd = strategies.sampled_from(STRANGE) | strategies.text(max_size=8)
-    one = strategies.one_of(
-        strategies.sampled_from(known).flatmap(assigned),
+    override = strategies.one_of(
+        strategies.sampled_from(settings_of_command).flatmap(assigned),
         strategies.tuples(names | groups | unknown, odd).map("=".join),
         names.map("~{}".format),
         odd,
     )
-    return strategies.lists(one, min_size=1, max_size=4)
+    return strategies.lists(override, min_size=1, max_size=4)
 
 
 def assigned(leaf: tuple[str, Any]) -> strategies.SearchStrategy[str]:

@@ -38,10 +38,10 @@ def run(tmp_path: Path) -> Path:
 
 def test_loads_are_simulated_printed_and_written(run: Path, capsys: Any):
     call("simulate", [f"run={run}", "rates=[1,20.25,20.26,1]", "depths=[0,2,0]", *SMALL])
-    shown = capsys.readouterr().out
-    assert "goodput" in shown
-    assert "measured" in shown
-    assert "computed" not in shown
+    output = capsys.readouterr().out
+    assert "goodput" in output
+    assert "measured" in output
+    assert "computed" not in output
     load = read_results(LoadResults, run / "report" / "load.json")
     assert load is not None
     assert [(row.load, row.draft) for row in load.rows] == [
@@ -68,16 +68,16 @@ def test_computed_times_are_marked_as_computed(tmp_path: Path, capsys: Any):
     base = specheads.FrozenBase.load(settings.base.model, device="cpu")
     build_for_base(settings.head, base).save_pretrained(tmp_path / "head")
     call("simulate", [f"run={tmp_path}", "hardware=h100", "acceptance=[0.8,0.7]", *SMALL])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "times computed for H100" in shown
-    assert "not measured" in shown
+    output = " ".join(capsys.readouterr().out.split())
+    assert "times computed for H100" in output
+    assert "not measured" in output
     load = read_results(LoadResults, tmp_path / "report" / "load.json")
     assert load is not None
     assert load.times == "computed for H100"
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("words", "message"),
     [
         ([], "name whose requests to simulate"),
         (["run=nowhere"], "run specheads tune first"),
@@ -89,7 +89,7 @@ def test_computed_times_are_marked_as_computed(tmp_path: Path, capsys: Any):
         (["run={run}", "arrivals=a.jsonl", "rates=[2]"], "replaces rates, .* leave one"),
     ],
 )
-def test_a_mistake_is_one_line(asked: list[str], message: str, run: Path):
-    named = [one.format(run=run) for one in asked]
+def test_a_mistake_is_one_line(words: list[str], message: str, run: Path):
+    overrides = [word.format(run=run) for word in words]
     with pytest.raises(ValueError, match=message):
-        specheads.simulate(overrides=named)
+        specheads.simulate(overrides=overrides)

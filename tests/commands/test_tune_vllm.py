@@ -33,8 +33,10 @@ DEPTH = 2
 def settings(tmp_path) -> Tune:
     build_for_base({"kind": "mlp_speculator", "depth": DEPTH}, base()).save_pretrained(tmp_path)
     python = os.environ.get("VLLM_PYTHON", sys.executable)
-    told = ["engine=vllm", f"head={tmp_path}", f"base={BASE}", "base.dtype=float32"]
-    return checked_settings(Tune, [*told, "batch_sizes=[1,4]", "contexts=[32]", f"python={python}"])
+    overrides = ["engine=vllm", f"head={tmp_path}", f"base={BASE}", "base.dtype=float32"]
+    return checked_settings(
+        Tune, [*overrides, "batch_sizes=[1,4]", "contexts=[32]", f"python={python}"]
+    )
 
 
 def test_head_without_a_calibration_is_refused(settings):
@@ -87,8 +89,8 @@ def test_more_drafts_and_more_requests_take_longer(settings, tmp_path, monkeypat
         monkeypatch.setenv(name, value)
     calibrate(tmp_path)
     served = tune_vllm(settings)
-    cost, found = served.cost, json.loads((tmp_path / COST_FILE).read_text())
-    assert found["engine"] == served.engine
+    cost, stored = served.cost, json.loads((tmp_path / COST_FILE).read_text())
+    assert stored["engine"] == served.engine
     assert served.machine == Machine.of(torch.device("cpu"), torch.float32)
     alone: Any = [cost.seconds(batch, 32, 1, 0) for batch in (1, 4)]
     assert 0 < alone[0] <= alone[1] < cost.seconds(4, 32, 1 + DEPTH, DEPTH)

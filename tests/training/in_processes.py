@@ -28,7 +28,7 @@ from specheads.data.packing import PackedText, TokenBatch, slice_evenly
 from specheads.data.tokenise import TokenisedDocuments
 from specheads.heads.load import build_for_base
 from specheads.runs.directory import RunDirectory
-from specheads.runs.trackers import Tracker
+from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import trainer
 from specheads.training.log import ValidationSet
 from specheads.training.processes import accelerator_of_environment, load_base, row_share
@@ -57,8 +57,18 @@ SHARED_OUT: dict[str, dict[str, str]] = {
 """Variables of the launcher for configurations with a sharded base."""
 
 
+TIMINGS = ("tokens_per_second", "hours", "data_wait_share", "peak_gib", "mfu")
+"""Columns of metrics.jsonl that differ between equal runs."""
+
+
 class StopError(Exception):
     """Simulates a power cut."""
+
+
+def untimed_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the log of a run without its timings."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [{name: row[name] for name in row if name not in TIMINGS} for row in rows]
 
 
 def documents() -> TokenisedDocuments:

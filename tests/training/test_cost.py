@@ -61,13 +61,9 @@ def test_more_gpus_than_texts_generate_no_faster(settings):
     assert four / 2 < eight <= four
 
 
-def test_a_line_for_each_gpu(settings):
+def test_each_gpu_has_a_line_which_a_training_from_servers_does_not_change(settings):
     lines = cost_lines(settings, 2)
     assert [line.partition(":")[0] for line in lines] == [f"2 x {gpu.name}" for gpu in GPUS]
-
-
-def test_servers_of_a_run_are_one_of_the_ways(settings):
-    lines = cost_lines(settings, 2)
     settings.features.source = "vllm"
     assert cost_lines(settings, 2) == lines
 

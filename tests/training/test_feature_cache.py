@@ -11,11 +11,11 @@ from specheads.config import compose
 from specheads.config.training import FeatureSettings, JointSettings, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.runs.trackers import read_metrics
 from specheads.training.features import FeatureCache, feature_cache
 from specheads.training.log import ValidationSet
 from tests import tiny
 from tests.packed import packed, texts
+from tests.training.in_processes import untimed_rows
 from tests.training.test_trainer import phase, run_training
 
 BASE = tiny.base("llama", dtype=torch.float32)
@@ -36,11 +36,7 @@ def cached(folder: Path, kind: str = "mlp_speculator") -> tuple[FeatureCache, li
 def assert_same_run(expected: tuple[Path, Head], run: tuple[Path, Head]) -> None:
     for name, value in expected[1].state_dict().items():
         assert torch.equal(value, run[1].state_dict()[name]), name
-    expected_rows, rows = (read_metrics(folder / "metrics.jsonl") for folder, _ in (expected, run))
-    for row in (*expected_rows, *rows):
-        for clock in ("tokens_per_second", "hours", "data_wait_share", "peak_gib", "mfu"):
-            row.pop(clock, None)
-    assert expected_rows == rows
+    assert untimed_rows(run[0]) == untimed_rows(expected[0])
 
 
 @pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3"])

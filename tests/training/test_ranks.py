@@ -12,15 +12,15 @@ from accelerate.state import AcceleratorState
 from specheads.config import compose
 from specheads.config.training import JointSettings
 from specheads.heads.load import kinds
-from specheads.runs.trackers import read_metrics
-from tests.training.in_processes import StopError, at_step, forked, train
+from tests.training.in_processes import StopError, at_step, forked, train, untimed_rows
 
 
-def told(folder: Path) -> list[dict[str, float]]:
-    """Return the log of each step without timings."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    excluded_names = ("phase", "tokens_per_second", "hours", "data_wait_share", "peak_gib", "mfu")
-    return [{name: row[name] for name in row if name not in excluded_names} for row in rows]
+def assert_same_rows(folder: Path, expected_folder: Path, steps: int) -> None:
+    """Compare the logs of two runs of this many steps."""
+    rows = untimed_rows(folder)
+    assert len(rows) == steps
+    for row, expected in zip(rows, untimed_rows(expected_folder), strict=True):
+        assert row == pytest.approx(expected, rel=0, abs=1e-6), folder
 
 
 def each(of: Sequence[str], folder: Path, settings: dict[str, Any]) -> None:
@@ -47,11 +47,8 @@ def same_losses(
         assert forked(count, each, of, run_folder, run_settings) == [0] * count
     first, *other_folders = folders
     for kind in of:
-        reference = told(first / kind)
-        assert len(reference) == settings["steps"]
         for other_folder in other_folders:
-            for row, expected in zip(told(other_folder / kind), reference, strict=True):
-                assert row == pytest.approx(expected, rel=0, abs=1e-6), (other_folder.name, kind)
+            assert_same_rows(other_folder / kind, first / kind, settings["steps"])
 
 
 def test_two_processes_have_the_losses_of_one(tmp_path: Path):
@@ -95,14 +92,12 @@ def test_best_head_does_not_depend_on_processes(held_out: int, tmp_path: Path):
     for count in (1, 2, 4):
         assert forked(count, each, of, tmp_path / str(count), settings) == [0] * count
     for kind in of:
-        reference, best = told(tmp_path / "1" / kind), tmp_path / "1" / kind / "best" / "best.json"
-        assert len(reference) == 12
-        assert max(row["validation/tokens_per_forward"] for row in reference) > 1.0
+        alone = tmp_path / "1" / kind
+        assert max(row["validation/tokens_per_forward"] for row in untimed_rows(alone)) > 1.0
         for count in ("2", "4"):
-            rows = told(tmp_path / count / kind)
-            for row, expected in zip(rows, reference, strict=True):
-                assert row == pytest.approx(expected, rel=0, abs=1e-6), (count, kind)
-            assert (tmp_path / count / kind / "best" / "best.json").read_text() == best.read_text()
+            folder = tmp_path / count / kind
+            assert_same_rows(folder, alone, 12)
+            assert (folder / "best/best.json").read_text() == (alone / "best/best.json").read_text()
 
 
 @pytest.mark.slow
@@ -130,10 +125,7 @@ def test_resume_with_other_processes_has_the_same_losses(before: int, after: int
     assert {path.name for path in resumed_folder.glob("*/checkpoints/*")} == {"step-25"}
     assert forked(after, each, kinds(), resumed_folder, settings) == [0] * after
     for kind in kinds():
-        rows, expected_rows = told(resumed_folder / kind), told(reference_folder / kind)
-        assert len(rows) == 50
-        for row, expected in zip(rows, expected_rows, strict=True):
-            assert row == pytest.approx(expected, rel=0, abs=1e-6), kind
+        assert_same_rows(resumed_folder / kind, reference_folder / kind, 50)
 
 
 def stop() -> None:
@@ -167,7 +159,9 @@ def test_compiled_head_has_the_same_losses(tmp_path, monkeypatch):
     # the graphs of the compiler, run as they are
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
     assert forked(1, each, ["mlp_speculator"], tmp_path / "compiled", settings) == [0]
-    plain, compiled = (told(tmp_path / name / "mlp_speculator") for name in ("plain", "compiled"))
+    plain, compiled = (
+        untimed_rows(tmp_path / name / "mlp_speculator") for name in ("plain", "compiled")
+    )
     assert len(plain) == 2
     for row, expected in zip(compiled, plain, strict=True):
         assert row == pytest.approx(expected, rel=0, abs=1e-9)

@@ -34,6 +34,7 @@ from specheads.training.schedule import Muon, ScheduledPhase, optimizers, refuse
 from specheads.training.step import StepRunner
 from specheads.training.trainer import prefetched
 from tests import tiny
+from tests.training.in_processes import StopError
 
 
 def last_step(run: RunDirectory) -> int:
@@ -93,10 +94,6 @@ def run_training(
         **choices,
     )
     return head
-
-
-class StopError(Exception):
-    """Simulates a power cut."""
 
 
 @contextmanager
@@ -220,19 +217,6 @@ def test_second_interrupt_does_not_wait_for_the_step(tmp_path: Path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         run_training(tmp_path, Schedule(phases={"corpus": phase()}))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_each_phase_reads_its_text_from_the_beginning(tmp_path: Path):
-    starts = []
-
-    class Watched(Counting):
-        def batches(self, cursor: dict[str, Any] | None = None) -> Any:
-            starts.append(cursor)
-            return super().batches(cursor)
-
-    phases = {"corpus": phase(steps=2), "distilled": phase(steps=2)}
-    run_training(tmp_path, Schedule(phases=phases), text=Watched(tiny.VOCAB))
-    assert starts == [None, None]
 
 
 OVERLONG = {

@@ -34,8 +34,9 @@ from specheads.training.step import StepRunner, Teacher
 from tests import tiny
 from tests.packed import alone, packed, texts
 from tests.training import test_joint
+from tests.training.in_processes import StopError
 from tests.training.test_joint import fresh_base
-from tests.training.test_trainer import StopError, assert_equal, phase, power_cut, run_training
+from tests.training.test_trainer import assert_equal, phase, power_cut, run_training
 
 PROMPTS = ValidationSet(
     None, every=1, prompts=tiny.prompts(), new_tokens=16, identity="three of 16"
