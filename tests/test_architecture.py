@@ -91,9 +91,9 @@ def test_modules_import_only_their_own_layer_and_lower_ones():
 
 
 def test_folders_and_modules_form_no_cycle():
-    folders: dict[str, set[str]] = {one: set() for one in FLOOR}
-    for module, others in graph().items():
-        folders[room(module)] |= {room(other) for other in others} - {room(module)}
+    folders: dict[str, set[str]] = {folder: set() for folder in FLOOR}
+    for module, targets in graph().items():
+        folders[room(module)] |= {room(target) for target in targets} - {room(module)}
     for imports in (folders, graph()):
         # raises CycleError, which shows the cycle
         TopologicalSorter(imports).prepare()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from tests.commands.test_kills import Moment, act
 from tests.training.distill.fake_engine import shards
 from tests.training.in_processes import FORK, started
 
-ROOT = Path(__file__).parents[2]
 TEXTS, SHARD = 48, 4
 WORDS = [
     "recipe=smoke", "data=files", "data.max_documents=0", "base.device=cpu", "base.dtype=float32",
@@ -75,26 +73,6 @@ def test_killed_in_four_processes_and_resumed_in_two_gives_the_same_texts(
         assert start(words, out, 2, None) == [0, 0], Path(f"{out}.log").read_text()
         assert shards(out) == complete
     assert min(before) < max(before) < len(complete), before
-
-
-@pytest.mark.slow
-def test_a_launcher_shares_the_texts_among_four_processes(words: list[str], tmp_path: Path):
-    launcher = ["accelerate.commands.launch", "--quiet", "--config_file"]
-    launcher += [str(ROOT / "configs" / "accelerate" / "cpu_2.yaml"), "--num_processes", "4"]
-    launcher += ["--main_process_port", "0", "-m", "specheads", "distill"]
-    process = subprocess.run(
-        [sys.executable, "-m", *launcher, *words, f"out={tmp_path}/text"],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert process.returncode == 0, process.stderr
-    # one process reports
-    assert process.stdout.count("# Self-distilled text") == 1
-    specheads.distill(overrides=words, out=tmp_path / "alone")
-    assert shards(tmp_path / "text") == shards(tmp_path / "alone")
 
 
 class FakeLLM:

@@ -79,20 +79,6 @@ def test_drafts_pay_again_once_they_are_right():
     assert drafts[-50:].count([2]) >= 49
 
 
-@pytest.mark.parametrize(("token", "is_right"), [(2, True), (3, False)])
-def test_tokens_that_were_cut_are_observed(token, is_right):
-    chains = budget(token=10.0)
-    assert step(chains, [1], 0.6) == []
-    chains.observe(["a", "b"], [[token], [1]])
-    factors = chains._factors
-    assert (factors[0] > 1.0) == is_right
-    # a new request has the usual rates
-    assert chains._chances[1] == chains.rates
-    # a draft is observed once
-    chains.observe(["a", "b"], [[token], [1]])
-    assert chains._factors == factors
-
-
 def test_rates_follow_the_tokens_up_to_the_first_wrong_one():
     chains = budget()
     chains.observe(["a"], [[1]])

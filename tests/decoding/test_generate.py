@@ -34,14 +34,6 @@ def alone(prompts: list[list[int]], **settings: Any) -> Decoding:
     return generate(tiny.base(), None, prompts, **settings)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
-def test_the_base_alone_takes_one_forward_a_token(architecture):
-    out = generate(tiny.base(architecture), None, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
-    assert out.tokens == tiny.continuations(architecture)
-    # the first token comes with the prompt
-    assert out.forwards == [tiny.NEW_TOKENS - 1] * 3
-
-
 @pytest.mark.parametrize("depth", [1, 3, 6])
 def test_a_drafter_that_knows_the_text_gets_depth_plus_one_tokens_a_forward(depth):
     out = speculate(depth)

@@ -335,6 +335,3 @@ def test_requests_that_join_and_leave_free_all_tensors(name: str, pooled: bool):
         engine.run()
 
     assert count_new_tensors(serve) == 0
-
-
-# --- the budget of a step ------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from accelerate import PartialState, tracking
@@ -110,66 +110,56 @@ def test_trackio_keeps_the_rows_on_this_machine(tmp_path: Path, monkeypatch: pyt
     assert list((tmp_path / "trackio").iterdir())
 
 
-class Failing(GeneralTracker):
-    """A tracker that fails at one moment."""
+class FakeTracker(GeneralTracker):
+    """A tracker that records its options and its calls, and may fail at one of them."""
 
-    name, requires_logging_directory, tracker = "failing", False, None
+    name, requires_logging_directory, tracker = "fake", False, None
+    options: ClassVar[list[dict[str, Any]]] = []
+    calls: ClassVar[list[str]] = []
+    failing_call = ""
 
-    def __init__(self, project: str, **chosen: Any) -> None:
-        del project, chosen
+    def __init__(self, project: str, **options: Any) -> None:
+        del project
+        self.options.append(options)
 
     def start(self) -> None:
-        self._reach("start")
+        self._record("start")
 
     def log(self, values: dict, step: int | None = None, **keywords: Any) -> None:
         del values, keywords
-        self._reach(f"row {step}")
+        self._record(f"row {step}")
 
     def finish(self) -> None:
-        self._reach("finish")
+        self._record("finish")
 
-    def _reach(self, moment: str) -> None:
-        reached.append(moment)
-        if moment == failing[0]:
+    def _record(self, call: str) -> None:
+        self.calls.append(call)
+        if call == self.failing_call:
             raise ConnectionError("the network\nis gone")
 
 
-class Recording(GeneralTracker):
-    """A tracker that keeps what it was started with."""
-
-    name, requires_logging_directory, tracker = "recording", False, None
-
-    def __init__(self, project: str, **chosen: Any) -> None:
-        self.project, self.chosen = project, chosen
-        started.append(chosen)
-
-    def start(self) -> None:
-        pass
-
-    def log(self, values: dict, step: int | None = None, **keywords: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-started: list[dict[str, Any]] = []
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeTracker]:
+    """Replace the trackers of accelerate."""
+    for kind in ("wandb", "trackio"):
+        monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, kind, FakeTracker)
+    for name, value in (("options", []), ("calls", []), ("failing_call", "")):
+        monkeypatch.setattr(FakeTracker, name, value)
+    return FakeTracker
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
 def test_tracker_s_run_belongs_to_the_folder_of_the_run(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, fake: type[FakeTracker]
 ):
     """Started, resumed, started again in an emptied folder, in a copy, and beside a namesake."""
-    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, kind, Recording)
-    started.clear()
 
     def begin(folder: Path) -> Any:
         run = RunDirectory(folder)
         run.begin("a: 1\n", {})
         settings = TrackerSettings(kind=kind, project="p")
         Tracker(folder / "metrics.jsonl", settings, "mine", run.run_id, pytest.fail).resume(0)
-        return started[-1].get("id", started[-1]["name"])
+        return fake.options[-1].get("id", fake.options[-1]["name"])
 
     first = begin(tmp_path / "a")
     assert begin(tmp_path / "a") == first
@@ -178,29 +168,25 @@ def test_tracker_s_run_belongs_to_the_folder_of_the_run(
     again, beside = begin(tmp_path / "a"), begin(tmp_path / "b")
     shutil.rmtree(tmp_path / "b")
     assert len({first, again, beside, begin(tmp_path / "b")}) == 4
-    assert all(options["resume"] == "allow" for options in started)
+    assert all(options["resume"] == "allow" for options in fake.options)
 
 
-reached: list[str] = []
-failing = [""]
 WHOLE = ["start", "row 1", "row 2", "row 3", "row 4", "row 5", "finish"]
 
 
-@pytest.mark.parametrize("moment", ["", "start", "row 3", "finish"])
-def test_failed_tracker_is_logged_once_and_rows_continue(moment, tmp_path, monkeypatch):
-    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "trackio", Failing)
-    failing[0], messages = moment, []
-    reached.clear()
+@pytest.mark.parametrize("call", ["", "start", "row 3", "finish"])
+def test_failed_tracker_is_logged_once_and_rows_continue(call, tmp_path, fake):
+    fake.failing_call, messages = call, []
     run_tracker = tracker(tmp_path, kind="trackio", messages=messages)
     run_tracker.resume(0)
     for row in ROWS:
         run_tracker.log(row)
     run_tracker.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == ROWS
-    assert reached == (WHOLE[: WHOLE.index(moment) + 1] if moment else WHOLE)
+    assert fake.calls == (WHOLE[: WHOLE.index(call) + 1] if call else WHOLE)
     reason = "trackio failed (ConnectionError: the network is gone)"
     lost = f"{reason}; rows go to {run_tracker.metrics} only"
-    assert messages == ([lost] if moment else [])
+    assert messages == ([lost] if call else [])
 
 
 def test_missing_tracker_package_is_refused_with_its_pip_command(monkeypatch: pytest.MonkeyPatch):
