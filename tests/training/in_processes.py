@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -63,6 +65,20 @@ TIMINGS = ("tokens_per_second", "hours", "data_wait_share", "peak_gib", "mfu")
 
 class StopError(Exception):
     """Simulates a power cut."""
+
+
+STEP_FLOPS = 10**6
+
+
+@contextmanager
+def fixed_flops() -> Iterator[None]:
+    """Do not count the FLOPs of a step, which takes longer than a tiny training.
+
+    test_plan.py compares the count with real steps, and commands train with it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "count_step_flops", lambda *_: STEP_FLOPS)
+        yield
 
 
 def untimed_rows(folder: Path) -> list[dict[str, Any]]:
@@ -139,18 +155,19 @@ def train(
         )
     run = RunDirectory(folder)
     tracker = Tracker(run.metrics, TrackerSettings())
-    trainer.train(
-        base,
-        head,
-        Schedule(phases={"corpus": phase}, **schedule or {}),
-        lambda *_: text,
-        run,
-        tracker if accelerator.is_main_process else None,
-        accelerator,
-        log_every=1,
-        held_out=validation_set if held_out or watched else None,
-        **choices or {},
-    )
+    with fixed_flops():
+        trainer.train(
+            base,
+            head,
+            Schedule(phases={"corpus": phase}, **schedule or {}),
+            lambda *_: text,
+            run,
+            tracker if accelerator.is_main_process else None,
+            accelerator,
+            log_every=1,
+            held_out=validation_set if held_out or watched else None,
+            **choices or {},
+        )
     torch.save(head.state_dict(), folder / f"head-{accelerator.process_index}.pt")
 
 

@@ -19,7 +19,7 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import trainer
 from tests import tiny
-from tests.training.in_processes import documents
+from tests.training.in_processes import documents, fixed_flops
 
 FILE = Path(__file__).parent.parent / "golden" / "loss_curves.json"
 SETTINGS = {
@@ -42,16 +42,17 @@ def loss_curve(kind: str, folder: Path) -> list[dict[str, float]]:
         "distilled": Phase(**SETTINGS, loss="lk_hybrid", decay=0.5),
     }
     run = RunDirectory(folder)
-    trainer.train(
-        base,
-        head,
-        Schedule(phases=phases),
-        lambda *_: text,
-        run,
-        Tracker(run.metrics, TrackerSettings()),
-        Accelerator(cpu=True),
-        log_every=1,
-    )
+    with fixed_flops():
+        trainer.train(
+            base,
+            head,
+            Schedule(phases=phases),
+            lambda *_: text,
+            run,
+            Tracker(run.metrics, TrackerSettings()),
+            Accelerator(cpu=True),
+            log_every=1,
+        )
     names = ("loss", "accept")
     return [
         {name: value for name, value in row.items() if name.startswith(names)}

@@ -34,7 +34,7 @@ from specheads.training.step import StepRunner, Teacher
 from tests import tiny
 from tests.packed import alone, packed, texts
 from tests.training import test_joint
-from tests.training.in_processes import StopError
+from tests.training.in_processes import STEP_FLOPS, StopError
 from tests.training.test_joint import fresh_base
 from tests.training.test_trainer import assert_equal, phase, power_cut, run_training
 
@@ -230,8 +230,7 @@ def test_times_and_shares_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyP
             yield item
 
     monkeypatch.setattr("specheads.training.log.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr(trainer, "cached_matmul_rate", lambda *_: 5e5)
-    monkeypatch.setattr(trainer, "count_step_flops", lambda *_: 10**6)
+    monkeypatch.setattr(trainer, "cached_matmul_rate", lambda *_: STEP_FLOPS / 2)
     monkeypatch.setattr(log, "tokens_per_forward", slow_score)
     monkeypatch.setattr(StepRunner, "step", slow_step)
     monkeypatch.setattr(trainer, "prefetched", slow_batches)
