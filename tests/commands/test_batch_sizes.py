@@ -81,8 +81,8 @@ def test_training_with_auto_reads_a_small_corpus(tmp_path: Path, monkeypatch: An
 def test_rows_are_split_until_a_step_fits(tmp_path: Path, monkeypatch: Any, capsys: Any):
     monkeypatch.chdir(tmp_path)
     overrides = write_corpus(tmp_path / "corpus", 3600)
-    overrides = [word for word in overrides if "batch_size" not in word]
-    overrides += [f"{CORPUS}.batch_size=8", f"{DISTILLED}.batch_size=2", "dry_run=true"]
+    overrides = [word for word in overrides if not word.startswith(DISTILLED)]
+    overrides += [f"{CORPUS}.batch_size=8", "~schedule.phases.distilled", "dry_run=true"]
     overrides += [f"{CORPUS}.accumulation_steps=auto"]
     for room, steps in ((10**15, 1), (0, 8)):
         monkeypatch.setattr(

@@ -28,8 +28,8 @@ from specheads.training.step import DivergedError, MicroBatch, StepLoss, StepRun
 from tests import tiny
 from tests.packed import packed, texts
 from tests.training import in_processes
-from tests.training.in_processes import forked
-from tests.training.test_joint import fresh_base
+from tests.training.in_processes import fixed_flops, forked
+from tests.training.test_joint import fresh_base, small_corpus
 from tests.training.test_trainer import Counting, last_step, phase, run_training
 
 FAULT_STEP = 3
@@ -210,11 +210,13 @@ def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     # one process changes its precision, as two commands do
     AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setattr(sys, "argv", ["train", *words])
-    call("train", words)
+    with fixed_flops():
+        call("train", words)
 
 
 COMMAND = (
-    "recipe=smoke", "schedule=corpus_only", "~schedule.phases.distilled",
+    "recipe=smoke", "schedule=corpus_only", "~schedule.phases.distilled", "data=jsonl",
+    "data.max_documents=0", "validation.rows=0", "validation.prompts=0",
     "schedule.phases.corpus.steps=8", "schedule.phases.corpus.batch_size=2",
     "schedule.phases.corpus.sequence_length=64", f"schedule.phases.corpus.learning_rate={RATE}",
     "checkpoint_every=1", "log_every=40", "evaluate_after=false",
@@ -224,7 +226,8 @@ COMMAND = (
 @pytest.mark.parametrize("is_base", [False, True], ids=["learning rate", "dtype"])
 def test_remedy_in_the_line_resumes_the_run(is_base: bool, tmp_path, monkeypatch, capsys):
     run = RunDirectory(tmp_path / "run")
-    words = (*COMMAND, f"run_dir={run.path}", f"base.dtype={'bfloat16' if is_base else 'float32'}")
+    words = (*COMMAND, f"data.path={small_corpus(tmp_path, 60, 8)}", f"run_dir={run.path}")
+    words += (f"base.dtype={'bfloat16' if is_base else 'float32'}",)
     fault = overflowing_base(torch.bfloat16) if is_base else spoiled(spoil_loss)
     with fault:
         with pytest.raises(SystemExit):

@@ -319,9 +319,9 @@ def specheads(monkeypatch: pytest.MonkeyPatch, command: str, *arguments: str) ->
     call(command, arguments)
 
 
-def small_corpus(folder: Path) -> Path:
-    """Write enough texts for every split, faster than reading the standard library."""
-    texts = (f"def add_{i}(x):\n    return x + {i}\n" * 80 for i in range(300))
+def small_corpus(folder: Path, num_texts: int = 300, num_lines: int = 80) -> Path:
+    """Write texts, which are read faster than the standard library; 300 are in every split."""
+    texts = (f"def add_{i}(x):\n    return x + {i}\n" * num_lines for i in range(num_texts))
     file = folder / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return file
