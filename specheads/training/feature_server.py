@@ -1,38 +1,33 @@
 """Features from vLLM servers: the base runs there, and only its two ends are in this process.
 
-A request has the tokens of one document. The server writes the states of its layers into a file of
-a shared folder, and holds a lock next to it until the file is complete. Files are deleted after
-use. `specheads serve-features` starts such a server. See docs/scale.md.
+A request has the tokens of one document. The states of its layers come through a transport, such as
+a shared folder, and are deleted after use. `specheads serve-features` starts such a server. See
+docs/scale.md.
 """
 
-import fcntl
 import hashlib
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from json import JSONDecodeError
-from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
 import numpy as np
 import torch
 from openai import APIError, APIStatusError, DefaultHttpxClient, Omit, OpenAI
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from specheads.base.ends import ServedBase
 from specheads.config.training import FeatureSettings
 from specheads.core.drafter import Head
-from specheads.core.errors import InputError, first_line
+from specheads.core.errors import InputError
 from specheads.core.features import Features
-from specheads.core.files import nearest_existing, read_json, writable_folder, write_atomic
+from specheads.core.files import read_json, write_atomic
 from specheads.core.machine import to_device
 from specheads.data.packing import TokenBatch
 from specheads.runs.directory import RunDirectory
@@ -53,8 +48,8 @@ from specheads.training.features import (
     server_layers,
     server_token_bytes,
 )
+from specheads.training.transport import START_SERVER, open_transport
 
-START_SERVER = "start it with the command that `specheads serve-features` prints for this head"
 RETRIED_STATUSES = (404, 408, 409, 429)
 """Status codes, next to those of 500 and above, after which the request is sent again. A server
 that was started again under another name gives the first one."""
@@ -114,7 +109,8 @@ class VllmServer(FeatureSource):
         max_row_tokens: int,
         announce: Callable[[str], object],
     ) -> None:
-        if not settings.url or not settings.folder:
+        needs_folder = settings.transport == "folder"
+        if not settings.url or (needs_folder and not settings.folder):
             raise InputError(
                 "features.source=vllm needs the servers and their folder, got features.url="
                 f"{settings.url} and features.folder={settings.folder!r}; set both as `specheads "
@@ -124,21 +120,10 @@ class VllmServer(FeatureSource):
         self.layers, self.max_row_tokens = server_layers(head, base.num_layers), max_row_tokens
         self.aux_layers = head.aux_layers
         file_bytes = max_row_tokens * server_token_bytes(self.layers, base.width, base.dtype)
-        if file_bytes > settings.max_gib * 2**30:
-            raise InputError(
-                f"features.max_gib must hold the states of a row of {max_row_tokens} tokens, "
-                f"{file_bytes / 2**30:.3f} GiB, got {settings.max_gib:g}; raise it"
-            )
-        self.folder = writable_folder(settings.folder)
-        if file_bytes > (free_bytes := shutil.disk_usage(nearest_existing(self.folder)).free):
-            raise InputError(
-                f"features.folder must have space for a row of {max_row_tokens} tokens, "
-                f"{file_bytes / 2**30:.3f} GiB, and {self.folder} has {free_bytes / 2**30:.3f}; "
-                "name another folder, or give a container a larger /dev/shm (docker --shm-size)"
-            )
+        self.transport = open_transport(settings, max_row_tokens, file_bytes)
         self.waited_seconds: float = 0.0
         self.name = uuid.uuid4().hex[:12]
-        """Part of the names of this process's files."""
+        """Beginning of the ids of this process's requests."""
         self._key = read_api_key(KEY_VARIABLE)
         self._headers: dict[str, Any] = {} if self._key else {"Authorization": Omit()}
         # a failed server is checked before it is asked again
@@ -167,7 +152,7 @@ class VllmServer(FeatureSource):
             raise
 
     def begin(self, run: RunDirectory, rank: int) -> None:
-        """Name files after the run, and remove those of its killed processes.
+        """Name requests after the run, and remove the states of its killed processes.
 
         The states of the probe are kept in the run, which resumes with the same ones only.
         Paths may be the same on several machines, so the time of its start is part of the name.
@@ -175,7 +160,7 @@ class VllmServer(FeatureSource):
         start = read_json(run.provenance)["start"]
         run_id = hashlib.sha256(f"{run.path.resolve()} {start}".encode()).hexdigest()[:12]
         self.name = f"{run_id}-{rank}"
-        self._remove_abandoned_files()
+        self._sweep()
         file, states = run.path / "states.safetensors", self._probe_states
         assert states is not None
         if file.is_file():
@@ -227,15 +212,16 @@ class VllmServer(FeatureSource):
             return features_of(states, self.layers, self.aux_layers, self.base, batch)
 
     def close(self) -> None:
-        """Stop the requests and remove their files."""
+        """Stop the requests and remove their states."""
         self._closing.set()
         self.drop()
         self._pool.shutdown(cancel_futures=True)
         for server in self._servers:
             server.client.close()
         deadline = time.monotonic() + LAST_SWEEP_SECONDS
-        while self._remove_abandoned_files() and time.monotonic() < deadline:
+        while self._sweep() and time.monotonic() < deadline:
             time.sleep(0.05)
+        self.transport.close()
 
     def _fetch_states(self, tokens: list[int]) -> Tensor:
         """Return the states of a document; retry while this may help, with other servers too."""
@@ -247,9 +233,7 @@ class VllmServer(FeatureSource):
                 self._recheck_server(server)
                 return self._request_states(server, tokens)[0]
             except ConnectionError as error:
-                server.failure = str(error)
-                if not self.folder.is_dir():
-                    server.failure = f"features.folder={self.folder} is gone"
+                server.failure = self.transport.failure() or str(error)
                 if server.is_checked:
                     self.announce(f"{server.failure}; asking again for up to {patience:g} seconds")
                 server.is_checked = False
@@ -260,7 +244,7 @@ class VllmServer(FeatureSource):
                         server.failure,
                         "start it again, and run the same command to resume",
                     )
-                self._remove_abandoned_files()
+                self._sweep()
                 pause_seconds = FIRST_PAUSE_SECONDS * 2 ** min(attempt, 9)
                 self._closing.wait(min(pause_seconds, LONGEST_PAUSE_SECONDS))
         raise AssertionError
@@ -301,13 +285,12 @@ class VllmServer(FeatureSource):
             try:
                 (choice,) = reply.choices
                 (next_token,) = choice.token_ids
-                file = self.folder / Path(reply.kv_transfer_params["hidden_states_path"]).name
-            except (AttributeError, KeyError, TypeError, ValueError):
-                failure = f"{server.address} wrote none"
-                refuse_server("write hidden states into a file", failure, START_SERVER)
-            # an incomplete file stays until its lock is free
-            tensors = self._read_file(server, file)
-            _remove(file)
+                parameters = reply.kv_transfer_params
+            except (AttributeError, TypeError, ValueError):
+                failure = f"{server.address} returns none"
+                refuse_server("return token ids and the place of its states", failure, START_SERVER)
+            timeout = self.settings.timeout_seconds
+            tensors = self.transport.receive(parameters, server.address, timeout)
         finally:
             self._open_requests.discard(request)
         return self._check_states(server, tokens, tensors), next_token
@@ -325,26 +308,6 @@ class VllmServer(FeatureSource):
                 raise ConnectionError(failure) from None
             remedy = REMEDIES[status] if status in (401, 403) else START_SERVER
             refuse_server("answer each request", failure, remedy)
-
-    def _read_file(self, server: ServerState, file: Path) -> dict[str, Tensor]:
-        """Return the content of a file as soon as its lock is free."""
-        deadline = time.monotonic() + self.settings.timeout_seconds
-        try:
-            with _lock_of(file).open("rb") as lock:
-                while not _take_lock(lock, fcntl.LOCK_SH):
-                    if time.monotonic() > deadline:
-                        raise ConnectionError(f"{server.address} did not finish {file}")
-                    time.sleep(0.002)
-                # a copy: the file is deleted before the states are used
-                return load(file.read_bytes())
-        except (OSError, SafetensorError) as error:
-            if isinstance(error, ConnectionError):
-                raise
-            free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
-            raise ConnectionError(
-                f"the file {file.name} of {server.address} is not whole in features.folder="
-                f"{self.folder}, which has {free / 2**30:.2f} GiB free ({first_line(error):.80})"
-            ) from None
 
     @torch.no_grad()
     def _check_states(
@@ -427,27 +390,9 @@ class VllmServer(FeatureSource):
             "start it as before, and run the same command to resume",
         )
 
-    def _remove_abandoned_files(self) -> bool:
-        """Remove files of abandoned requests; return whether a server still writes one."""
-        is_busy, oldest = False, time.time() - self.settings.timeout_seconds
-        # safetensors writes such a file first, and a server that was killed leaves it
-        for file in self.folder.glob(".tmp*"):
-            with suppress(FileNotFoundError):
-                if file.stat().st_mtime < oldest:
-                    file.unlink()
-        for file in self.folder.glob(f"*{self.name}-*.safetensors*"):
-            file = file.with_name(file.name.removesuffix(".lock"))
-            if any(request in file.name for request in list(self._open_requests)):
-                continue
-            try:
-                with _lock_of(file).open("rb") as lock:
-                    if not _take_lock(lock, fcntl.LOCK_EX):
-                        is_busy = True
-                        continue
-            except FileNotFoundError:
-                pass
-            _remove(file)
-        return is_busy
+    def _sweep(self) -> bool:
+        """Remove states of abandoned requests; return whether a server still writes some."""
+        return self.transport.sweep(self.name, list(self._open_requests))
 
 
 def _documents(batch: TokenBatch) -> Iterator[DocumentInRow]:
@@ -464,21 +409,3 @@ def _documents(batch: TokenBatch) -> Iterator[DocumentInRow]:
             if last_label:
                 read_tokens = np.ascontiguousarray(tokens[row, start : start + last_label])
                 yield DocumentInRow(row, start, read_tokens)
-
-
-def _lock_of(file: Path) -> Path:
-    return file.with_name(f"{file.name}.lock")
-
-
-def _take_lock(lock: Any, kind: int) -> bool:
-    """Take a lock if it is free; return whether it was."""
-    try:
-        fcntl.flock(lock, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _remove(file: Path) -> None:
-    file.unlink(missing_ok=True)
-    _lock_of(file).unlink(missing_ok=True)

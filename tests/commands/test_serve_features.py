@@ -29,14 +29,18 @@ def options(line: str) -> dict[str, str]:
     return dict(zip(words[2::2], words[3::2], strict=True))
 
 
-def printed(capsys: Any, *overrides: str) -> list[dict[str, str]]:
+def printed_lines(capsys: Any, *overrides: str) -> list[str]:
     call("serve-features", [f"base={BASE}", *overrides])
     output = capsys.readouterr()
     # the arguments that the training needs
     overrides = tuple(shlex.split(output.err.splitlines()[-1].removeprefix("train with ")))
     assert overrides[0] == "features=vllm"
     compose.settings_of("train", ["recipe=smoke", *overrides])
-    return [options(line) for line in output.out.splitlines()]
+    return output.out.splitlines()
+
+
+def printed(capsys: Any, *overrides: str) -> list[dict[str, str]]:
+    return [options(line) for line in printed_lines(capsys, *overrides)]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +90,21 @@ def test_command_follows_the_settings_of_the_training(tmp_path: Path, capsys: An
     assert command["--port"] == "3"
 
 
+def test_mooncake_prints_the_master_and_a_pool_of_each_server(capsys: Any):
+    master, first, second = printed_lines(
+        capsys,
+        *("features.transport=mooncake", "features.master=a:50051", "features.max_gib=0.5"),
+        *("features.url=[http://a:1/v1,http://b:2/v1]", "python=/env/python"),
+    )
+    assert shlex.split(master)[:4] == ["/env/python", "-m", "mooncake.cli", "--rpc_port=50051"]
+    for line, host in ((first, "a"), (second, "b")):
+        transfer = json.loads(options(line)["--kv-transfer-config"])
+        assert (PLUGIN / f"{transfer['kv_connector_module_path']}.py").is_file()
+        store = transfer["kv_connector_extra_config"]["mooncake"]
+        assert store["master_server_address"] == "a:50051"
+        assert (store["local_hostname"], store["global_segment_size"]) == (host, 2**29)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -99,6 +118,7 @@ def test_command_follows_the_settings_of_the_training(tmp_path: Path, capsys: An
         (["run=true", "python=/no/python"], "'/no/python'; check its name"),
         (["run=true", "features.url=[http://a:1,http://b:2]"], "got 2 addresses; add url=ADDRESS"),
         (["tensor_parallel=0"], "at least 1"),
+        (["features.transport=mooncake", "features.master=a"], "a host and a port, got 'a'"),
         (["head.aux_layers=[9]", "head=dflash"], "reads the base after 9 layers"),
     ],
 )

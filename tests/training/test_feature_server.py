@@ -190,7 +190,7 @@ def test_folder_without_room_names_the_container_s_option(
 ):
     # docker gives /dev/shm 64 MB
     usage = SimpleNamespace(free=free_bytes)
-    monkeypatch.setattr("specheads.training.feature_server.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("specheads.training.transport.shutil.disk_usage", lambda _: usage)
     with pytest.raises(InputError, match=r"have space for a row of 40 tokens.*docker --shm-size"):
         source(server, bases[1])
     assert not server.folder.exists() or not any(server.folder.iterdir())

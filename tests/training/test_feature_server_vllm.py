@@ -31,6 +31,7 @@ from specheads.runs.trackers import read_metrics
 from tests.export.features_server import features_server
 from tests.servers import free_port
 from tests.training.test_trainer import assert_equal
+from tests.training.test_transport import mooncake_master, num_keys
 
 pytestmark = pytest.mark.vllm
 
@@ -73,16 +74,34 @@ def cpu_seconds(server: "subprocess.Popen[bytes] | None" = None) -> float:
     return total
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_losses_equal_those_of_a_local_base(kind: str, tmp_path: Path, capsys: Any):
+def through(transport: str, folder: Path) -> list[str]:
+    """Return the settings of a transport, for server and trainer."""
+    if transport == "folder":
+        return [f"features.folder={folder}"]
+    return ["features.transport=mooncake", f"features.master=127.0.0.1:{free_port()}"]
+
+
+def is_empty(words: list[str], folder: Path) -> bool:
+    """Return whether nothing is left in the folder or in the store."""
+    if words[0] == f"features.folder={folder}":
+        return not list(folder.iterdir())
+    return num_keys(int(words[-1].rpartition(":")[2])) == 0
+
+
+WAYS = [(kind, "folder") for kind in HEADS] + [("redrafter", "mooncake"), ("eagle3", "mooncake")]
+
+
+@pytest.mark.parametrize(("kind", "transport"), WAYS)
+def test_losses_equal_those_of_a_local_base(kind: str, transport: str, tmp_path: Path, capsys: Any):
     folder, head = tmp_path / "states", HEADS[kind]
+    way = through(transport, folder)
     began = cpu_seconds()
     local = rows(tmp_path / "local", training(tmp_path / "local", *head))
     seconds = [cpu_seconds() - began]
-    words = [*RECIPE, *head]
+    words = [*RECIPE, *head, *way]
     with features_server(BASE, folder, tmp_path / "log", *words) as (address, server):
         began = cpu_seconds(server)
-        at_server = ["features=vllm", f"features.url=[{address}]", f"features.folder={folder}"]
+        at_server = ["features=vllm", f"features.url=[{address}]", *way]
         remote = rows(tmp_path / "vllm", training(tmp_path / "vllm", *head, *at_server))
         seconds.append(cpu_seconds(server) - began)
         if kind == "eagle3":
@@ -93,7 +112,7 @@ def test_losses_equal_those_of_a_local_base(kind: str, tmp_path: Path, capsys: A
                 "error: a server must give this head's layers"
                 in (tmp_path / "wrong.log").read_text()
             )
-        assert not list(folder.iterdir())
+        assert is_empty(way, folder)
     assert len(local) == len(remote) == STEPS
     largest = 0.0
     for expected, row in zip(local, remote, strict=True):
@@ -101,7 +120,8 @@ def test_losses_equal_those_of_a_local_base(kind: str, tmp_path: Path, capsys: A
             if name.startswith(("loss", "validation/loss")):
                 largest = max(largest, abs(row[name] - expected[name]) / abs(expected[name]))
     with capsys.disabled():
-        figures: dict[str, Any] = {"kind": kind, "largest relative difference of a loss": largest}
+        figures: dict[str, Any] = {"kind": kind, "transport": transport}
+        figures["largest relative difference of a loss"] = largest
         figures["CPU seconds of trainer and server"] = seconds
         for name in ("peak_gib", "tokens_per_second", "features_wait_share"):
             figures[name] = [metrics[-1].get(name) for metrics in (local, remote)]
@@ -139,13 +159,15 @@ def test_acceptance_equals_that_of_a_local_base(kind: str, dtype: str, tmp_path:
     assert local.interval[0] <= remote.tokens_per_forward <= local.interval[1]
 
 
-def test_trainer_that_is_killed_ten_times_ends_with_the_same_head(tmp_path: Path):
+@pytest.mark.parametrize("transport", ["folder", "mooncake"])
+def test_trainer_that_is_killed_ten_times_ends_with_the_same_head(transport: str, tmp_path: Path):
     folder, chance = tmp_path / "states", random.Random(10)
-    words = [*HEADS["redrafter"], "features=vllm", "checkpoint_every=3"]
+    way = through(transport, folder)
+    words = [*HEADS["redrafter"], "features=vllm", "checkpoint_every=3", *way]
     # requests that share a batch, or a cached prefix, change the order of sums
     alone = "options=--enforce-eager --max-num-seqs 1 --no-enable-prefix-caching"
     with features_server(BASE, folder, tmp_path / "log", *RECIPE, *words, alone) as (address, _):
-        words += [f"features.url=[{address}]", f"features.folder={folder}"]
+        words += [f"features.url=[{address}]"]
         began = time.monotonic()
         rows(tmp_path / "plain", training(tmp_path / "plain", *words))
         seconds = time.monotonic() - began
@@ -159,7 +181,7 @@ def test_trainer_that_is_killed_ten_times_ends_with_the_same_head(tmp_path: Path
                 break
         else:
             rows(tmp_path / "run", training(tmp_path / "run", *words))
-        assert not list(folder.iterdir())
+        assert is_empty(way, folder)
     heads = [load_file(tmp_path / name / "head/model.safetensors") for name in ("plain", "run")]
     assert_equal(*heads)
 
@@ -186,3 +208,41 @@ def test_server_that_is_killed_and_started_again_costs_no_step(tmp_path: Path):
     # requests of two trainers share batches, whose shapes change the order of sums
     for head_weights in heads[1:]:
         torch.testing.assert_close(head_weights, heads[0], rtol=1e-4, atol=1e-5)
+
+
+def test_master_and_server_of_a_store_that_are_killed_and_started_again_cost_no_step(
+    tmp_path: Path,
+):
+    port, folder, log = free_port(), tmp_path / "states", tmp_path / "log"
+    words = [*HEADS["redrafter"], "features=vllm", f"features.url=[http://127.0.0.1:{port}/v1]"]
+    words += [*through("mooncake", folder), "features.timeout_seconds=5"]
+    master_port = int(words[-2].rpartition(":")[2])
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def wait_for_steps(process: "subprocess.Popen[bytes]", num_steps: int) -> None:
+        while not (metrics.is_file() and len(read_metrics(metrics)) >= num_steps):
+            assert process.poll() is None, Path(f"{metrics.parent}.log").read_text()[-3000:]
+            time.sleep(0.05)
+
+    with (
+        mooncake_master(master_port, log) as master,
+        features_server(BASE, folder, log, *RECIPE, *words, port=port) as (_, server),
+    ):
+        rows(tmp_path / "plain", training(tmp_path / "plain", *words))
+        trainer = training(tmp_path / "run", *words)
+        wait_for_steps(trainer, STEPS // 3)
+        master.kill()
+        master.wait()
+        time.sleep(1)
+        with mooncake_master(master_port, log):
+            wait_for_steps(trainer, 2 * STEPS // 3)
+            server.kill()
+            server.wait()
+            with features_server(BASE, folder, log, *RECIPE, *words, port=port):
+                rows(tmp_path / "run", trainer)
+                assert num_keys(master_port) == 0
+    told = " ".join(Path(f"{tmp_path}/run.log").read_text().split())
+    assert f"no mooncake_master answers at features.master=127.0.0.1:{master_port}" in told
+    assert "answers again" in told
+    heads = [load_file(tmp_path / name / "head/model.safetensors") for name in ("plain", "run")]
+    torch.testing.assert_close(*heads, rtol=1e-4, atol=1e-5)

@@ -18,6 +18,13 @@ DONE = SimpleNamespace(synchronize=lambda: None, query=lambda: True)
 """Replacement for a CUDA event after a copy that is complete."""
 
 
+def layer_ids(vllm_config: Any) -> list[int]:
+    """Return the ids of the layers whose states a server gives."""
+    settings = vllm_config.speculative_config.draft_model_config.hf_config
+    # vLLM sorts them
+    return sorted(settings.eagle_aux_hidden_state_layer_ids)
+
+
 class HiddenStates(own.ExampleHiddenStatesConnector):
     """vLLM's own connector, with the ids of the layers in each file.
 
@@ -26,9 +33,7 @@ class HiddenStates(own.ExampleHiddenStatesConnector):
 
     def _write_tensors(self, tensors: Any, event: Any, filename: str, lock: int | None) -> None:
         """Write the file of a request, and release its lock."""
-        settings = self._vllm_config.speculative_config.draft_model_config.hf_config
-        # vLLM sorts them
-        ids = torch.tensor(sorted(settings.eagle_aux_hidden_state_layer_ids))
+        ids = torch.tensor(layer_ids(self._vllm_config))
         super()._write_tensors(tensors | {"layer_ids": ids}, event, filename, lock)
 
     def _submit_async_write(self, pending: Any) -> None:

@@ -1,0 +1,200 @@
+"""Transports of hidden states: the faults of a Mooncake store, without one and with a real one."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+
+from specheads.commands.serve_features import master_command
+from specheads.config.training import FeatureSettings
+from specheads.core.errors import InputError
+from specheads.training import transport
+from specheads.training.transport import MooncakeStore, open_transport
+from tests.servers import free_port
+
+MANIFEST = {"handle": "cmpl-run-0-1", "version": 1, "layer_ids": [0, 6]}
+
+
+def settings(port: int, **changes: Any) -> FeatureSettings:
+    return FeatureSettings(
+        source="vllm", transport="mooncake", master=f"127.0.0.1:{port}", max_gib=0.5, **changes
+    )
+
+
+def test_missing_extra_names_the_pip_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transport, "find_spec", lambda name: None if name == "mooncake" else name)
+    line = r"needs the package mooncake, which .*; pip install 'specheads\[mooncake\]'"
+    with pytest.raises(InputError, match=line):
+        open_transport(settings(1), 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("master", "line"),
+    [
+        (f"127.0.0.1:{free_port()}", r"and nothing answers at 127\.0\.0\.1:\d+ \(.*\); start it"),
+        ("somewhere", r"with a host and a port, got 'somewhere'; give"),
+        ("127.0.0.1:99999", "with a host and a port"),
+    ],
+)
+def test_master_that_cannot_be_used_is_refused(master: str, line: str):
+    with pytest.raises(InputError, match=line):
+        transport.address_towards(master)
+
+
+class Failing(MooncakeStore):
+    """A transport whose client fails."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        def get_sample(*_: Any, **__: Any) -> Any:
+            raise error or AssertionError
+
+        self.version, self.store = 1, SimpleNamespace(get_sample=get_sample)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("producer error: put_from failed with status=-200\nmanifest"),
+        TimeoutError("Timed out waiting"),
+        RuntimeError("is_exist failed with status=-900"),
+    ],
+)
+def test_fault_that_may_pass_is_one_line(error: Exception):
+    line = r"the states of a are not in its memory of features\.max_gib, which may be full \(.+\)$"
+    with pytest.raises(ConnectionError, match=line) as failed:
+        Failing(error).receive(MANIFEST, "a", 1.0)
+    assert "\n" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "line"),
+    [
+        (MANIFEST | {"version": 2}, "version 1, but a sends 2; install the same hs-connectors"),
+        ({"hidden_states_path": "x"}, "a Mooncake store .* but a does not; give serve-features"),
+        (None, "a Mooncake store"),
+    ],
+)
+def test_server_of_another_kind_is_refused(parameters: Any, line: str):
+    with pytest.raises(InputError, match=line):
+        Failing().receive(parameters, "a", 1.0)
+
+
+@contextmanager
+def mooncake_master(port: int, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a real master, as `serve-features` starts it."""
+    words = master_command(sys.executable, f"127.0.0.1:{port}")
+    with log.open("ab") as out:
+        process = subprocess.Popen(words, stdout=out, stderr=out)
+    try:
+        while not transport.answers("127.0.0.1", port):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def num_keys(port: int) -> int:
+    """Return the number of keys in the store of a master."""
+    metrics = httpx2.get(f"http://127.0.0.1:{port + 1}/metrics", trust_env=False).text
+    (line,) = [line for line in metrics.splitlines() if line.startswith("master_key_count ")]
+    return int(line.split()[1])
+
+
+class Server:
+    """The part of a server that puts states into a store, through hs-connectors."""
+
+    def __init__(self, port: int, pool_bytes: int) -> None:
+        from hs_connectors import mooncake_store
+
+        config = mooncake_store.MooncakeStoreConfig(
+            local_hostname="127.0.0.1",
+            master_server_address=f"127.0.0.1:{port}",
+            global_segment_size=pool_bytes,
+            local_buffer_size=2**20,
+        )
+        self.module = mooncake_store
+        self.store = mooncake_store.MooncakeHiddenStatesStore(config).setup()
+
+    def put(self, handle: str, states: torch.Tensor) -> dict[str, Any]:
+        tensors = {"hidden_states": states, "token_ids": torch.arange(len(states))}
+        shapes = {name: (list(value.shape), value.dtype) for name, value in tensors.items()}
+        layout, size = self.module.packed_layout(shapes)
+        manifest = {
+            "handle": handle, "version": self.module.VERSION, "tensors": layout,
+            "metadata": {"total_aligned_bytes": size}, "layer_ids": [0, 6],
+        }  # fmt: skip
+        try:
+            self.store.put_sample(manifest, tensors)
+        except RuntimeError as error:
+            # a full store may refuse this, too
+            with suppress(RuntimeError):
+                self.store.put_error(manifest, str(error))
+        return manifest
+
+
+@pytest.mark.vllm
+def test_real_store_gives_states_once_and_loses_those_of_abandoned_requests(tmp_path: Path):
+    port, states = free_port(), torch.randn(1000, 4, 500)
+    with mooncake_master(port, tmp_path / "log"):
+        server = Server(port, 40 * 2**20)
+        with closing(open_transport(settings(port), 10, 10)) as trainer:
+            tensors = trainer.receive(server.put("cmpl-run-0-0a1-0-x", states), "a", 5.0)
+            assert torch.equal(tensors["hidden_states"], states)
+            assert tensors["token_ids"].tolist() == list(range(1000))
+            assert tensors["layer_ids"].tolist() == [0, 6]
+            assert num_keys(port) == 0
+            for request in ("run-0-0a1", "run-0-0a2", "run-1-0a1"):
+                server.put(f"cmpl-{request}-0-x", states)
+            trainer.sweep("run-0", ["run-0-0a2"])
+            assert num_keys(port) == 2
+            trainer.sweep("run-0", [])
+            assert num_keys(port) == 1
+
+
+def received_again(trainer: Any, server: Server, states: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return states that come through a store as soon as its clients are back."""
+    for number in range(60):
+        try:
+            return trainer.receive(server.put(f"cmpl-run-1-{number}-0-x", states), "a", 1.0)
+        except (ConnectionError, RuntimeError):
+            time.sleep(0.5)
+    raise AssertionError
+
+
+@pytest.mark.vllm
+def test_full_store_evicted_states_and_a_lost_master_are_told(tmp_path: Path):
+    port, states = free_port(), torch.randn(1000, 4, 500)
+    with mooncake_master(port, tmp_path / "log") as master:
+        # room for four
+        server = Server(port, 40 * 2**20)
+        with closing(open_transport(settings(port), 10, 10)) as trainer:
+            manifests = [server.put(f"cmpl-run-0-{number}-0-x", states) for number in range(12)]
+            lines = list[str]()
+            for manifest in manifests:
+                try:
+                    trainer.receive(manifest, "a", 0.2)
+                except ConnectionError as error:
+                    lines.append(str(error))
+            assert 0 < len(lines) < len(manifests)
+            assert all("its memory of features.max_gib" in line for line in lines)
+            manifest = server.put("cmpl-run-0-20-0-x", states)
+            master.kill()
+            master.wait()
+            with pytest.raises(ConnectionError, match="status=-900"):
+                trainer.receive(manifest, "a", 1.0)
+            line = f"no mooncake_master answers at features.master=127.0.0.1:{port}"
+            assert trainer.failure() == line
+            with mooncake_master(port, tmp_path / "log"):
+                assert not trainer.failure()
+                received = received_again(trainer, server, states)
+                assert torch.equal(received["hidden_states"], states)
