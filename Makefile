@@ -62,7 +62,7 @@ test: $(READY)  ## the default tests: no network, no GPU
 	$(TESTS)
 
 test-all: $(READY)  ## the slow tests too
-	$(TESTS) -m "not gpu and not hub and not vllm and not llama_cpp and not speculators"
+	$(TESTS) -m "not gpu and not hub and not vllm and not llama_cpp and not speculators and not object_store"
 
 test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
 	$(VENV_MIN)/bin/python -m pytest $(PARALLEL)

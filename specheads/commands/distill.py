@@ -16,7 +16,7 @@ from specheads.commands._call import checked_settings
 from specheads.config.commands import Distill
 from specheads.config.training import EXTERNAL_ENGINES, distill_settings
 from specheads.core.errors import InputError
-from specheads.core.files import writable_folder
+from specheads.data.remote import output_folder
 from specheads.data.sources import refuse_unreadable
 from specheads.heads.load import load_head
 from specheads.runs.progress import progress_display
@@ -74,14 +74,14 @@ def distill(
             )
         texts = replace(texts, use_head=True)
     refuse_unreadable(settings.data)
-    folder = writable_folder(settings.out)
     accelerator = accelerator_of_environment(settings.base.dtype)
-    if base is None:
-        # other engines load the weights themselves
-        load = load_text_base if texts.engine in EXTERNAL_ENGINES else load_base
-        base = load(settings.base, accelerator)
-        refuse_not_decoding(base, texts, folder)
-    head = load_head(settings.head_path, base) if settings.head_path else None
-    job = text_job(settings.data, base, texts, folder, accelerator, settings.seed, head)
-    with progress_display(shown=accelerator.is_main_process) as bar:
-        return write_folder(job, bar, lambda: None)
+    with output_folder(settings.out, accelerator.is_local_main_process) as (folder, upload):
+        if base is None:
+            # other engines load the weights themselves
+            load = load_text_base if texts.engine in EXTERNAL_ENGINES else load_base
+            base = load(settings.base, accelerator)
+            refuse_not_decoding(base, texts, folder)
+        head = load_head(settings.head_path, base) if settings.head_path else None
+        job = text_job(settings.data, base, texts, folder, accelerator, settings.seed, head)
+        with progress_display(shown=accelerator.is_main_process) as bar:
+            return write_folder(job, bar, upload)

@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,10 +36,6 @@ ADDRESS, FOLDER = "http://127.0.0.1:8000/v1", "/dev/shm/specheads"
 CONNECTOR = {"kv_connector": "HiddenStates", "kv_connector_module_path": "vllm_features"}
 MOONCAKE = {"kv_connector": "MooncakeStates", "kv_connector_module_path": "vllm_mooncake"}
 FIND_VLLM = "from importlib.util import find_spec; raise SystemExit(find_spec('vllm') is None)"
-SET_DEATH_SIGNAL = 1
-"""Linux's PR_SET_PDEATHSIG: the signal that a process gets when its parent ends."""
-MASTER_SECONDS = 30.0
-"""Longest wait for a master that starts."""
 
 
 def run(settings: ServeFeatures) -> None:
@@ -104,7 +99,7 @@ def serve_features(
         )
     dtype = server_dtype(base_settings.dtype)
     base = meta_served_base(base_settings, dtype)
-    layers = server_layers(meta_head(settings, base), base.num_layers)
+    layers = server_layers(meta_head(settings, base), base)
     max_row_tokens = longest_row(settings.schedule, settings.data, base.max_length)
     extraction = {
         "method": "extract_hidden_states",
@@ -150,24 +145,16 @@ def _start_master(words: list[str], features: FeatureSettings) -> None:
     if host not in own_hosts or answers(host, port):
         return
     sys.stderr.write(f"{shlex.join(words)}\n")
-    end_with_parent = partial(ctypes.CDLL(None).prctl, SET_DEATH_SIGNAL, signal.SIGTERM)
-    master = subprocess.Popen(words, preexec_fn=end_with_parent)
-    deadline = time.monotonic() + MASTER_SECONDS
-    while not answers(host, port):
-        if master.poll() is not None or time.monotonic() > deadline:
-            raise InputError(
-                f"transport=mooncake needs a master at {features.master}, and `{words[0]} -m "
-                f"{words[2]}` does not start; pip install 'specheads[mooncake]' there"
-            )
-        time.sleep(0.1)
+    # Linux's PR_SET_PDEATHSIG
+    end_with_parent = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)
+    subprocess.Popen(words, preexec_fn=end_with_parent)
 
 
 def _features(settings: ServeFeatures) -> FeatureSettings:
     """Return the addresses and the folder, also where the settings name none."""
     features = settings.features
     url = [settings.url] if settings.url else features.url or [ADDRESS]
-    folder = "" if features.transport == "mooncake" else features.folder or FOLDER
-    return replace(features, url=url, folder=folder and str(writable_folder(folder)))
+    return replace(features, url=url, folder=str(writable_folder(features.folder or FOLDER)))
 
 
 def _address_options(address: str, features: FeatureSettings) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from specheads.config.commands import Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import dumps, sole_writer, write_atomic
+from specheads.data.remote import local_copy
 from specheads.data.sources import refuse_unreadable
 from specheads.decoding.trees.tuned import FILE
 from specheads.export import card
@@ -282,7 +283,7 @@ def _load_checked_base(
         refuse_misfit(name, phase, base.max_length, depth, num_shares)
         if phase.distill:
             refuse_not_decoding(
-                base, phase.distill, Path(phase.distill.folder or run_directory.text)
+                base, phase.distill, local_copy(phase.distill.folder or run_directory.text)
             )
     if base.sharding and (joint or settings.features.source == "cache"):
         raise InputError(

@@ -22,6 +22,7 @@ from specheads.data import files as local
 from specheads.data.bad_rows import BadRows, join_keys, locate_errors, name_files
 from specheads.data.conversations import conversation, first_answer
 from specheads.data.files import COMPRESSED, JSONL, TABLES, FileList, Row, Rows
+from specheads.data.remote import local_copy
 from specheads.data.traces import trace
 
 SPLITS = ("train", "validation", "prompts")
@@ -94,7 +95,8 @@ class LocalFiles(CorpusSource):
                     "a Hub id"
                 )
         suffixes = SUFFIXES.get(settings.source, ROW_SUFFIXES)
-        file_list = local.find_files(settings.path, suffixes, settings.patterns)
+        path = local_copy(settings.path, settings.patterns or [f"**/*{end}" for end in suffixes])
+        file_list = local.find_files(str(path), suffixes, settings.patterns)
         if phrases := "; ".join(name_files(file_list.unreadable)):
             line = f"every file and folder of {settings.path} must be readable, and has {phrases}"
             if settings.bad_rows == "stop":

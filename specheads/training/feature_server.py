@@ -109,15 +109,14 @@ class VllmServer(FeatureSource):
         max_row_tokens: int,
         announce: Callable[[str], object],
     ) -> None:
-        needs_folder = settings.transport == "folder"
-        if not settings.url or (needs_folder and not settings.folder):
+        if not settings.url or (settings.transport == "folder" and not settings.folder):
             raise InputError(
                 "features.source=vllm needs the servers and their folder, got features.url="
                 f"{settings.url} and features.folder={settings.folder!r}; set both as `specheads "
                 "serve-features` prints them"
             )
         self.settings, self.base, self.announce = settings, base, announce
-        self.layers, self.max_row_tokens = server_layers(head, base.num_layers), max_row_tokens
+        self.layers, self.max_row_tokens = server_layers(head, base), max_row_tokens
         self.aux_layers = head.aux_layers
         file_bytes = max_row_tokens * server_token_bytes(self.layers, base.width, base.dtype)
         self.transport = open_transport(settings, max_row_tokens, file_bytes)
@@ -286,11 +285,11 @@ class VllmServer(FeatureSource):
                 (choice,) = reply.choices
                 (next_token,) = choice.token_ids
                 parameters = reply.kv_transfer_params
-            except (AttributeError, TypeError, ValueError):
-                failure = f"{server.address} returns none"
-                refuse_server("return token ids and the place of its states", failure, START_SERVER)
-            timeout = self.settings.timeout_seconds
-            tensors = self.transport.receive(parameters, server.address, timeout)
+                _ = parameters[self.transport.key]
+            except (AttributeError, KeyError, TypeError, ValueError):
+                rule = f"send its states by features.transport={self.settings.transport}"
+                refuse_server(rule, f"{server.address} does not", START_SERVER)
+            tensors = self.transport.receive(parameters, server.address)
         finally:
             self._open_requests.discard(request)
         return self._check_states(server, tokens, tensors), next_token
@@ -327,10 +326,10 @@ class VllmServer(FeatureSource):
                 "other tokens",
                 START_SERVER,
             )
-        first_layer = states[:, 0].to(self.base.device, self.base.dtype)
         with self._base_lock:
             embedded = self.base.embed(torch.tensor([tokens]))[0]
-        if not ((first_layer - embedded).abs() <= TOLERANCE * embedded.abs() + 1e-6).all():
+        error = (states[:, 0].to(self.base.device, self.base.dtype) - embedded).abs()
+        if not self.layers[0] and not (error <= TOLERANCE * embedded.abs() + 1e-6).all():
             refuse_server(
                 "give the embedding of the same token as layer 0",
                 f"{server.address} does not: its model is not {self.base.name}, or its states "

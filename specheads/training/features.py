@@ -174,12 +174,14 @@ def server_token_bytes(layers: Sequence[int], width: int, dtype: torch.dtype) ->
     return len(layers) * width * dtype.itemsize + torch.int64.itemsize
 
 
-def server_layers(head: Head, num_layers: int) -> list[int]:
+def server_layers(head: Head, base: BaseEnds) -> list[int]:
     """Return the layers whose states a server gives for a head, in vLLM's numbers.
 
     k is the state after k layers: 0 is the embedding, by which each answer is checked, and
     `num_layers` is the last state before the final norm. A head that leaves its `aux_layers` open
     chooses them.
     """
-    head.choose_aux_layers(num_layers)
-    return sorted({0, *head.aux_layers, num_layers})
+    head.choose_aux_layers(base.num_layers)
+    # vLLM 0.32 fails to give the embedding of a base with MLA
+    embedding = () if hasattr(base.config, "kv_lora_rank") else (0,)
+    return sorted({*embedding, *head.aux_layers, base.num_layers})

@@ -77,7 +77,7 @@ def planned_teacher(settings: Train, base: BaseEnds, head: Head) -> Teacher:
     """Return the teacher of a training; random states replace those of a server."""
     source = None
     if settings.features.source == "vllm":
-        source = RandomStates(base, head.aux_layers, server_layers(head, base.num_layers))
+        source = RandomStates(base, head.aux_layers, server_layers(head, base))
     return Teacher(base, head, source, adapter_settings(settings.schedule), settings.seed)
 
 
@@ -144,7 +144,7 @@ class MetaTraining:
         """Bytes that the optimizers keep."""
         self.head_bytes = FLOAT32_BYTES * _count_numbers(self.head.state_dict().values())
         """Bytes of the saved head."""
-        self.server_layers = server_layers(self.head, self.base.num_layers)
+        self.server_layers = server_layers(self.head, self.base)
         """Layers that a server gives."""
         width = self.base.width
         self.feature_bytes_per_token = (

@@ -22,6 +22,7 @@ from specheads.core.errors import InputError
 from specheads.data.encode import affix_ids
 from specheads.data.packing import BatchStream, PackedText, TokenBatch, slice_evenly
 from specheads.data.prompts import PromptSet, held_out_prompts
+from specheads.data.remote import local_copy
 from specheads.data.tokenise import TokenisedDocuments, UnansweredError, tokenise_corpus
 from specheads.runs.progress import progress_display
 from specheads.training.distill.run import TextJob, text_job, write_folder
@@ -40,7 +41,7 @@ def missing_text(phases: dict[str, Phase], folder: Path) -> set[str]:
     return {
         text.engine
         for text in settings
-        if missing_blocks(Path(text.folder or folder), text.shard_size, text.num_samples)
+        if missing_blocks(local_copy(text.folder or folder), text.shard_size, text.num_samples)
     }
 
 
@@ -85,7 +86,7 @@ class PhaseData:
             if phase.distill is None:
                 self._pack(self.corpus, phase)
                 continue
-            text_folder = Path(phase.distill.folder or folder)
+            text_folder = local_copy(phase.distill.folder or folder)
             job = text_job(data, base, phase.distill, text_folder, accelerator, seed)
             self._jobs[name], claim = job, job.claim()
             if claims.setdefault(text_folder, claim) != claim:

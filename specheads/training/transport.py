@@ -11,9 +11,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -30,20 +29,23 @@ STAGING_BYTES = 64 << 20
 """Buffer of Mooncake's client, next to those of hs-connectors' threads."""
 CONNECT_SECONDS = 5.0
 """Longest wait for the answer of a master; the engine would wait for 90."""
-FATAL = 3
-"""Mooncake's level of log lines that end the process."""
 
 
 class Transport(ABC):
     """Receives the states of requests, and removes those that nobody reads."""
 
+    key: str
+    """Key that a server's reply has only for this transport."""
+
+    def __init__(self, settings: FeatureSettings) -> None:
+        self.timeout_seconds = settings.timeout_seconds
+
     @abstractmethod
-    def receive(self, parameters: Any, address: str, timeout_seconds: float) -> dict[str, Tensor]:
+    def receive(self, parameters: Any, address: str) -> dict[str, Tensor]:
         """Return the tensors to which a server's reply refers, and remove them from their place.
 
         Raises:
             ConnectionError: They are late, incomplete or lost; a new request may help.
-            InputError: The server uses another transport.
         """
 
     @abstractmethod
@@ -84,9 +86,11 @@ def open_transport(settings: FeatureSettings, row_tokens: int, row_bytes: int) -
 class SharedFolder(Transport):
     """Files with a lock next to each, which the server holds until the file is complete."""
 
+    key = "hidden_states_path"
+
     def __init__(self, settings: FeatureSettings, row_tokens: int, row_bytes: int) -> None:
+        super().__init__(settings)
         self.folder = writable_folder(settings.folder)
-        self.timeout_seconds = settings.timeout_seconds
         if row_bytes > (free_bytes := shutil.disk_usage(nearest_existing(self.folder)).free):
             raise InputError(
                 f"features.folder must have space for a row of {row_tokens} tokens, "
@@ -94,13 +98,10 @@ class SharedFolder(Transport):
                 "name another folder, or give a container a larger /dev/shm (docker --shm-size)"
             )
 
-    def receive(self, parameters: Any, address: str, timeout_seconds: float) -> dict[str, Tensor]:
+    def receive(self, parameters: Any, address: str) -> dict[str, Tensor]:
         """Return the content of a file as soon as its lock is free."""
-        try:
-            file = self.folder / Path(parameters["hidden_states_path"]).name
-        except (KeyError, TypeError):
-            _refuse_transport("write hidden states into a file", address)
-        deadline = time.monotonic() + timeout_seconds
+        file = self.folder / Path(parameters[self.key]).name
+        deadline = time.monotonic() + self.timeout_seconds
         try:
             with _lock_of(file).open("rb") as lock:
                 while not _take_lock(lock, fcntl.LOCK_SH):
@@ -171,54 +172,50 @@ def _remove(file: Path) -> None:
 class MooncakeStore(Transport):
     """Keys of a Mooncake store, whose memory is at the servers, through hs-connectors' client."""
 
-    def __init__(self, settings: FeatureSettings) -> None:
-        if missing := [name for name in ("hs_connectors", "mooncake") if not find_spec(name)]:
-            raise InputError(
-                f"features.transport=mooncake needs the package {missing[0]}, which is not "
-                "installed; pip install 'specheads[mooncake]'"
-            )
-        from hs_connectors import mooncake_store as store
+    key = "layer_ids"
 
-        self.master, self.version = settings.master, store.VERSION
-        config = store.MooncakeStoreConfig(
-            local_hostname=address_towards(self.master),
-            master_server_address=self.master,
-            protocol=settings.protocol,
-            global_segment_size=0,
-            local_buffer_size=STAGING_BYTES,
-        )
+    def __init__(self, settings: FeatureSettings) -> None:
+        super().__init__(settings)
+        self.master, local_address = settings.master, address_towards(settings.master)
         try:
+            from hs_connectors import mooncake_store as store
+
             _silence_engine()
+            config = store.MooncakeStoreConfig(
+                local_hostname=local_address,
+                master_server_address=self.master,
+                protocol=settings.protocol,
+                global_segment_size=0,
+                local_buffer_size=STAGING_BYTES,
+            )
+            self.version = store.VERSION
             self.store = store.MooncakeHiddenStatesStore(config).setup()
             # Mooncake's own client: hs-connectors removes one key at a time
             self.engine: Any = self.store._store
         except (ImportError, RuntimeError) as error:
             raise InputError(
-                f"Mooncake's engine must start here for features.protocol={settings.protocol}, "
-                f"and does not ({first_line(error)}); on Debian: apt-get install libibverbs1 "
-                "librdmacm1 libnuma1"
+                f"features.transport=mooncake with protocol={settings.protocol} needs Mooncake "
+                f"here, and it does not start ({first_line(error)}); pip install "
+                "'specheads[mooncake]', and on Debian apt-get install libibverbs1 librdmacm1 "
+                "libnuma1"
             ) from error
 
-    def receive(self, parameters: Any, address: str, timeout_seconds: float) -> dict[str, Tensor]:
+    def receive(self, parameters: Any, address: str) -> dict[str, Tensor]:
         """Return the content of a key, and delete it."""
-        try:
-            version, layers = parameters["version"], parameters["layer_ids"]
-        except (KeyError, TypeError):
-            _refuse_transport("put states into a Mooncake store and name their layers", address)
-        if version != self.version:
+        if (version := parameters.get("version")) != self.version:
             raise InputError(
                 f"a server must send manifests of version {self.version}, but {address} sends "
                 f"{version}; install the same hs-connectors there and here"
             )
         try:
-            tensors = self.store.get_sample(parameters, timeout=timeout_seconds)
+            tensors = self.store.get_sample(parameters, timeout=self.timeout_seconds)
             self.store.delete_sample(parameters["handle"])
         except (RuntimeError, TimeoutError) as error:
             raise ConnectionError(
                 f"the states of {address} are not in its memory of features.max_gib, which may be "
                 f"full ({first_line(error):.120})"
             ) from None
-        return tensors | {"layer_ids": torch.tensor(layers)}
+        return tensors | {"layer_ids": torch.tensor(parameters[self.key])}
 
     def sweep(self, name: str, open_requests: Collection[str]) -> bool:
         """Remove the keys of abandoned requests. A server may write one later."""
@@ -243,14 +240,8 @@ def _silence_engine() -> None:
 
     with suppress(ValueError):
         library = ctypes.CDLL(store.__file__)
-        ctypes.c_int32.in_dll(library, "_ZN3fLI17FLAGS_minloglevelE").value = FATAL
-
-
-def _refuse_transport(rule: str, address: str) -> NoReturn:
-    raise InputError(
-        f"a server must {rule}, but {address} does not; give serve-features and train the same "
-        "features.transport"
-    ) from None
+        # glog's level of fatal errors
+        ctypes.c_int32.in_dll(library, "_ZN3fLI17FLAGS_minloglevelE").value = 3
 
 
 def host_and_port(url: str) -> tuple[str, int]:
@@ -275,12 +266,10 @@ def answers(host: str, port: int) -> bool:
 def address_towards(master: str) -> str:
     """Return the address of this machine on the way to a master, which must answer."""
     try:
-        address = host_and_port(f"//{master}")
-        with socket.create_connection(address, CONNECT_SECONDS) as connection:
-            return connection.getsockname()[0]
+        with socket.create_connection(host_and_port(f"//{master}"), CONNECT_SECONDS) as link:
+            return link.getsockname()[0]
     except OSError as error:
         raise InputError(
-            f"features.master must be the address of a mooncake_master, and nothing answers at "
-            f"{master} ({first_line(error)}); start it with the command that `specheads "
-            "serve-features` prints"
+            f"a mooncake_master must answer at features.master={master}, and none does "
+            f"({first_line(error)}); start it with the line that `specheads serve-features` prints"
         ) from None

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow.parquet as pq
 import pytest
 
@@ -43,6 +44,36 @@ def test_text_is_written_with_a_report_and_resumed(
     assert second is not None
     assert second["requested"] == 8
     assert shards(tmp_path / "text").items() > before.items()
+
+
+def test_text_in_an_object_store_is_resumed_and_trained_on(
+    base: specheads.FrozenBase,
+    corpus: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "cache"))
+    address, store = "memory://texts/distilled", fsspec.filesystem("memory")
+    words = [*SMALL, *corpus, "shard_size=2", "drop=[]"]
+    assert specheads.distill(overrides=[*words, "num_samples=2"], base=base, out=address)
+    before = store.find(address)
+    monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "elsewhere"))
+    second = specheads.distill(overrides=words, base=base, out=address)
+    assert second is not None
+    assert second["requested"] == 6
+    assert set(before) < set(store.find(address))
+    phase = "schedule.phases.distilled"
+    settings = ["num_samples=6", "new_tokens=8", "shard_size=2", "drop=[]", f"folder={address}"]
+    overrides = [
+        *("recipe=smoke", "~schedule.phases.corpus", *corpus, "evaluate_after=false"),
+        *(f"run_dir={tmp_path}/run", "validation.rows=0", "validation.prompts=0"),
+        *(f"{phase}.steps=1", f"{phase}.batch_size=2", "head.inner_dim=16"),
+        *(f"{phase}.distill.{setting}" for setting in settings),
+    ]
+    run = specheads.train(overrides=overrides, base=base)
+    assert run.head.is_dir()
+    assert not list((run.path / "text").glob("*.parquet"))
+    store.store.clear()
 
 
 def test_head_generates_the_same_text(

@@ -33,6 +33,8 @@ class StatesServer:
     def __init__(self, base: FrozenBase, folder: Path, layers: list[int], port: int = 0) -> None:
         self.base, self.folder, self.layers, self.port = base, folder, layers, port
         self.name, self.context, self.layer_ids = "base", base.max_length, True
+        self.place = "hidden_states_path"
+        """Key of a reply for the name of the file."""
         self.change: Callable[[Tensor], Tensor] = lambda states: states
         """Changes the states [token, layer, width]."""
         self.faults: list[str] = []
@@ -112,7 +114,7 @@ class StatesServer:
             {
                 "id": file.name, "object": "text_completion", "created": 0, "model": self.name,
                 "choices": [choice],
-                "kv_transfer_params": {"hidden_states_path": str(file)},
+                "kv_transfer_params": {self.place: str(file)},
             },
         )  # fmt: skip
 

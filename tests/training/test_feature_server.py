@@ -114,7 +114,7 @@ NEAREST = ("redrafter", "eagle3", "dflash")
 def test_losses_equal_those_of_a_local_base(kind: str, bases: Any, tmp_path: Path):
     base, ends = bases
     head = head_of(kind, ends)
-    server = StatesServer(base, tmp_path / "states", server_layers(head, base.num_layers))
+    server = StatesServer(base, tmp_path / "states", server_layers(head, base))
     trained(tmp_path / "local", base, None, kind, HELD_OUT, steps=3)
     with closing(source(server, ends, kind)) as features:
         trained(tmp_path / "vllm", ends, features, kind, HELD_OUT, steps=3)
@@ -151,6 +151,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "width": (having(change=lambda states: states[..., :16]), r"\(16, 2, 32\) .* of \(16, 2, 16\)"),
     "stopped": (StatesServer.stop, r"must be ready, but http.* failed \(.*refused.*\); start it"),
     "failing": (having(faults=["status_500"]), r"failed .*EngineDeadError"),
+    "other transport": (
+        having(place="handle", faults=["absent"]),
+        r"must send its states by features\.transport=folder, but .* does not; start it",
+    ),
     "full disk": (having(faults=["cut"]), r"is not whole in .* has [\d.]+ GiB free"),
     "other folder": (
         lambda server: having(folder=server.folder / "other")(server),
@@ -166,7 +170,8 @@ def test_unusable_server_is_refused_in_one_line(case: str, server: Any, bases: A
     with pytest.raises(InputError, match=REFUSED[case][1]) as refused:
         source(server, bases[1], folder=folder)
     assert "\n" not in str(refused.value)
-    assert case == "other folder" or not list(server.folder.rglob("*.safetensors*"))
+    unread = ("other folder", "other transport")
+    assert case in unread or not list(server.folder.rglob("*.safetensors*"))
 
 
 @pytest.mark.parametrize(
