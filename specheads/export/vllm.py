@@ -239,9 +239,11 @@ class Proposer:
         states = self.unread.all()
         device, extent = states[0].device, int(start.max()) + steps.shape[1]
         tokens = texts[row[:, None], start[:, None] + steps + 1].long().to(device)
-        state_rows = torch.stack(
-            [torch.tensor(span.state_rows)[step] for span, step in zip(spans, steps, strict=True)]
-        ).to(device)
+        padded = [
+            [*span.state_rows, *[span.state_rows[-1]] * (steps.shape[1] - span.count)]
+            for span in spans
+        ]
+        state_rows = torch.tensor(padded).to(device)
         hidden, *aux = (layer_states[state_rows] for layer_states in states)
         features = Features(hidden, torch.cat(aux, dim=-1) if aux else None)
         row, start, count = sizes.to(device)

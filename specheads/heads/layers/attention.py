@@ -466,7 +466,10 @@ class HeadCache:
         cache = self.kv_cache.chunk(self.num_layers, dim=1)[layer]
         if self.paged_slots is not None:
             if layer not in self.gathered:
-                self.gathered[layer] = cache[0][:, :, self.paged_slots].permute(2, 0, 1, 3, 4)
+                # half the time of an index with a tensor
+                rows = cache[0].flatten(0, 1).index_select(1, self.paged_slots.flatten())
+                rows = rows.view(*cache.shape[1:3], *self.paged_slots.shape, -1)
+                self.gathered[layer] = rows.permute(2, 0, 1, 3, 4)
             return self.gathered[layer]
         return cache[:, :, :, : self.num_read or self.extent]
 
