@@ -1,4 +1,4 @@
-"""The benchmarks of decoding and of training, at toy size."""
+"""The benchmarks of decoding, of drafts and of training, at toy size."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 
 from tests.scripts.loading import load_script
 
+BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 DECODE = (
     "--base tiny --device cpu --parts steps batch graphs --turns 2 --context 8 --new-tokens 3 "
     "--nodes 1 3 --batches 1 2"
@@ -15,6 +16,12 @@ DECODE = (
 TRAIN = (
     "--bases tiny --heads mlp_speculator eagle3 --device cpu --turns 2 --batch-size 2 "
     "--sequence-length 32 --plain"
+)
+
+
+DRAFT = (
+    f"--base {BASE} --heads medusa eagle_gru --batches 1 2 --depth 2 --draft-tokens 64 "
+    "--context 16 --turns 2 --dtype float32 --device cpu"
 )
 
 
@@ -31,6 +38,14 @@ def test_steps_and_batches_are_timed(tmp_path: Path):
     for row in results["graphs"]:
         assert {*row["step_milliseconds"]} == {*row["first_token_seconds"]} == {"recorded", "eager"}
         assert row["interval"][0] <= row["recorded_over_eager"] <= row["interval"][1]
+
+
+def test_drafts_in_the_plug_in_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = run("bench_draft", DRAFT, tmp_path / "draft.json")["rows"]
+    heads = [(row["head"], row["batch"]) for row in rows]
+    assert heads == [("medusa", 1), ("medusa", 2), ("eagle_gru", 1), ("eagle_gru", 2)]
+    assert all(row["quartiles"] == sorted(row["quartiles"]) for row in rows)
+    assert "eagle_gru" in capsys.readouterr().out
 
 
 @pytest.mark.slow
