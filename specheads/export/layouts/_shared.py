@@ -288,11 +288,11 @@ def scaled_embedding(_: Head, base: BaseEnds) -> str:
 
 def own_config(head: Head) -> dict[str, Any]:
     """Return the settings of DFlash 2, or of DSpark's Markov and confidence heads."""
-    own = {name: getattr(head.config, name) for name in OWN_SETTINGS[head.kind]}
+    settings = {name: getattr(head.config, name) for name in OWN_SETTINGS[head.kind]}
     if head.kind != "dspark":
-        return own
+        return settings
     return {
-        **own,
+        **settings,
         "markov_head_type": "vanilla",
         "enable_confidence_head": head.config.confidence_head,
         "confidence_head_with_markov": True,

@@ -52,8 +52,8 @@ def write(head: Head, base: BaseEnds, out: Path) -> Folder:
         public: weights[name].cpu().to(base_tensors[public].dtype).contiguous()
         for public, name in names.items()
     }
-    read = {name: tensors[public] for public, name in names.items()}
-    stored.load_state_dict(from_public(read, output_gate=gate))
+    rounded = {name: tensors[public] for public, name in names.items()}
+    stored.load_state_dict(from_public(rounded, output_gate=gate))
     settings = {"method": "mtp", "num_speculative_tokens": drafted_tokens(head)}
     config = shlex.quote(json.dumps(settings))
     line = f"{VLLM_SERVER} {shlex.quote(str(out))} --speculative-config {config}"

@@ -149,6 +149,8 @@ def _choose_implementation(experts: Any, _: Any) -> None:
 
 
 MLP = "layer.mtp_block.mlp."
+MATRICES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+"""Matrices of an expert."""
 EXPERT = re.compile(re.escape(MLP) + r"experts\.(\d+)\.")
 
 
@@ -156,12 +158,11 @@ def from_public(weights: Mapping[str, Tensor], *, output_gate: bool) -> dict[str
     """Stack the matrices of all experts, as transformers does, and complete the norms."""
     weights = _shift_norms(weights, output_gate)
     count = 1 + max((int(match[1]) for match in map(EXPERT.match, weights) if match), default=-1)
-    parts: dict[str, list[Tensor]] = {"gate": [], "up": [], "down": []}
-    for part, matrices in parts.items():
-        names = (f"{MLP}experts.{index}.{part}_proj.weight" for index in range(count))
-        matrices += [weights.pop(name) for name in names]
     if count:
-        gates, ups, downs = map(torch.stack, parts.values())
+        gates, ups, downs = (
+            torch.stack([weights.pop(f"{MLP}experts.{index}.{name}") for index in range(count)])
+            for name in MATRICES
+        )
         weights[f"{MLP}experts.gate_up_proj"] = torch.cat([gates, ups], dim=1)
         weights[f"{MLP}experts.down_proj"] = downs
     return weights
@@ -173,9 +174,9 @@ def to_public(weights: Mapping[str, Tensor], *, output_gate: bool) -> dict[str, 
     joint = weights.pop(f"{MLP}experts.gate_up_proj", None)
     if joint is not None:
         matrices = [*joint.chunk(2, dim=1), weights.pop(f"{MLP}experts.down_proj")]
-        for part, stack in zip(("gate", "up", "down"), matrices, strict=True):
+        for name, stack in zip(MATRICES, matrices, strict=True):
             for index, matrix in enumerate(stack):
-                weights[f"{MLP}experts.{index}.{part}_proj.weight"] = matrix
+                weights[f"{MLP}experts.{index}.{name}"] = matrix
     return weights
 
 
