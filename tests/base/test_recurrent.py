@@ -86,7 +86,13 @@ def test_without_a_rollback_the_text_differs(monkeypatch):
     assert decode(base, drafter, prompts, max_new_tokens=20).tokens != [text]
 
 
-@pytest.mark.parametrize("kind", recurrent.CONFIGS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in recurrent.FAMILIES else pytest.mark.slow)
+        for kind in recurrent.CONFIGS
+    ],
+)
 def test_paged_rows_sample_the_text_of_the_base_alone(kind: str):
     base, prompts = recurrent.base(kind), recurrent.prompts(21, 5, 9)
     settings: dict[str, Any] = {"max_new_tokens": 16, "sampling": Sampling(temperature=1.0, seed=3)}

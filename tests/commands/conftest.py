@@ -9,6 +9,7 @@ import specheads
 from specheads.commands._call import call
 from specheads.config import data_dir
 from specheads.data import files
+from tests.training.in_processes import fixed_flops
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,6 +27,13 @@ def one_base() -> Iterator[None]:
     load = cache(specheads.FrozenBase.load)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(specheads.FrozenBase, "load", staticmethod(load))
+        yield
+
+
+@pytest.fixture(scope="module")
+def fixed_flop_count() -> Iterator[None]:
+    """Count no FLOPs of a step in trainings, which takes longer than their steps."""
+    with fixed_flops():
         yield
 
 

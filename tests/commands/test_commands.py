@@ -24,7 +24,7 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training.step import StepRunner
 
-pytestmark = pytest.mark.usefixtures("one_base")
+pytestmark = pytest.mark.usefixtures("one_base", "fixed_flop_count")
 
 ROOT = Path(__file__).resolve().parents[2]
 Execute = Callable[..., None]
@@ -104,28 +104,23 @@ def test_finished_run_is_refused_and_unchanged(work: Path, refusal: Refusal):
     assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*")}
 
 
-def test_evaluate_says_once_that_a_set_has_fewer_prompts(work: Path, execute: Execute, capsys: Any):
+def test_evaluate_keeps_the_settings_of_the_run_except_overrides(
+    work: Path, execute: Execute, refusal: Refusal, capsys: Any
+):
     rows = [{"prompt": "def f(a):\n"}, {"prompt": "def g(b):\n"}]
     (work / "two.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    words = "prompts=two.jsonl", "num_prompts=3", "mode=offline", "out=two"
-    execute("evaluate", "run=runs/smoke", *words)
+    overrides = "run=runs/smoke", "temperature=0.9", "num_prompts=3", "seed=5", "mode=online"
+    more_overrides = "tree=best_first", "base.dtype=float64", "contexts=[64,48]", "out=warm"
+    execute("evaluate", *overrides, *more_overrides, "prompts=two.jsonl")
     line = "two.jsonl has 2 usable prompts, fewer than num_prompts=3\n"
     assert capsys.readouterr().out.count(line) == 1
-
-
-def test_evaluate_keeps_the_settings_of_the_run_except_overrides(
-    work: Path, execute: Execute, refusal: Refusal
-):
-    overrides = "run=runs/smoke", "temperature=0.9", "num_prompts=1", "seed=5", "mode=online"
-    more_overrides = "tree=best_first", "base.dtype=float64", "contexts=[64,48]", "out=warm"
-    execute("evaluate", *overrides, *more_overrides)
     results = results_of(work / "warm")
     settings = results["settings"]
     assert (settings["temperature"], settings["seed"]) == (0.9, 5)
     assert (settings["tree"], settings["dtype"]) == ("best_first", "float64")
     # the run was made with 8 new tokens, the default is 128
     assert settings["max_new_tokens"] == 8
-    assert results["prompts"]["count"] == 1
+    assert (results["prompts"]["name"], results["prompts"]["count"]) == ("two.jsonl", 2)
     assert settings["coupled"] is True
     assert results["speed"] is None
     assert [(row["context"], row["speed"]) for row in results["contexts"]] == [
