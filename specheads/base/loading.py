@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -94,7 +96,29 @@ def load_model(
             info["unexpected_keys"] = []
             loaded.config.get_text_config().num_hidden_layers = num_layers
         refuse_mismatch(source, info)
+        if getattr(loaded.config, "quantization_config", None) is None:
+            _refuse_integers(source, revision)
     return loaded if direct or sharded else loaded.to(torch_device), tokenizer
+
+
+def _refuse_integers(source: str, revision: str) -> None:
+    """Refuse weights that are integers, which transformers converts without their scales."""
+    folder = Path(source)
+    if not folder.is_dir():
+        pattern = "*.safetensors"
+        snapshot = snapshot_download(
+            source, revision=revision, allow_patterns=pattern, local_files_only=True
+        )
+        folder = Path(snapshot)
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                dtype = tensors.get_slice(name).get_dtype()
+                if name.endswith("weight") and not dtype.startswith(("F", "BF")):
+                    raise InputError(
+                        f"the weights of a base must be floating-point numbers, and {name} of "
+                        f"{source!r:.200} has {dtype}; choose a base that is not quantised"
+                    )
 
 
 def load_config(source: str, *, revision: str) -> PreTrainedConfig:

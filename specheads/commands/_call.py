@@ -100,6 +100,12 @@ def call(name: str, arguments: Sequence[str]) -> None:
         if {"-h", "--help"} & set(arguments):
             sys.stdout.write(help_text(name))
             return
+        try:
+            Path.cwd()
+        except OSError as error:
+            raise InputError(
+                "a command needs its working folder, which was removed; change to another one"
+            ) from error
         settings = checked_settings(compose.SCHEMAS[name], arguments)
         run = import_module(f"specheads.commands.{name.replace('-', '_')}").run
         with on_stop_signal(interrupt), exit_at_second_request():

@@ -127,6 +127,23 @@ BROKEN: dict[str, tuple[Damage, str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", torch.int8),
+        ("model.layers.0.mlp.down_proj.weight", torch.uint8),
+        ("model.embed_tokens.weight", torch.int8),
+        ("model.layers.1.input_layernorm.weight", torch.int32),
+        ("model.norm.weight", torch.int64),
+        ("lm_head.weight", torch.bool),
+    ],
+)
+def test_weights_that_are_integers_are_refused_by_name(name: str, dtype: torch.dtype, tmp_path):
+    tiny.own_base("llama", tie_word_embeddings=False).model.save_pretrained(tmp_path)
+    tensors(lambda weights: weights.update({name: (100 * weights[name]).to(dtype)}))(tmp_path)
+    assert re.search(f"floating-point numbers, and {name} of .* has [BIU]", refused(tmp_path))
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_of_a_base_is_refused_by_name(name, tmp_path):
     damage, message = BROKEN[name]

@@ -122,6 +122,20 @@ def test_command_without_an_output_ends_as_with_one(
         getattr(sys, name).close()
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_in_a_removed_folder_says_so(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Any
+):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        folder.rmdir()
+        line = refusal(command, *NEEDS_HOME[command])
+        patch.chdir(tmp_path)
+    assert "change to another one" in line
+
+
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [

@@ -154,7 +154,7 @@ class TunedTree:
     kind: Annotated[str, one_of("none", "static", "best_first")]
     paths: list[list[int]] = field(default_factory=list)
     """Rank paths of a static tree or chain."""
-    confidence: float = 0.0
+    confidence: Probability = 0.0
     """As in `policies.Static`."""
     stop: AcceptanceEstimate | None = None
     """Estimate that is compared with the confidence; None is the head's probability."""
