@@ -102,7 +102,8 @@ def test_paged_rows_sample_the_text_of_the_base_alone(kind: str):
         base, oracle(base, texts), prompts, **settings, max_batch=2, pool=base.pool(24, 4)
     )
     assert drafted.tokens == alone
-    assert drafted.forwards[0] < drafted.forwards[2]
+    # each text alone takes 15, but wrong guesses share the noise and can be right too
+    assert sum(drafted.forwards) < 3 * 15
     lookup = decode(base, None, prompts, **settings, tree=lookup_tree(3))
     assert lookup.tokens == alone
 
