@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ class SyntheticSteps(Proposer):
         self.batch = SimpleNamespace(
             req_ids=requests, num_computed_tokens_cpu=[context] * batch, block_table=[table]
         )
-        self.forward = {
+        self.forward: dict[str, Any] = {
             "scheduler_output": SimpleNamespace(
                 num_scheduled_tokens=dict.fromkeys(requests, 1 + head.depth),
                 finished_req_ids=set(),

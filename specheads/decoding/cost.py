@@ -87,8 +87,8 @@ class FollowedCost:
         determinant = a * c - b * b
         self.fixed, self.slope = (c * x - b * y) / determinant, (a * y - b * x) / determinant
         for key, (count, mean_work, error) in self._means.items():
-            rest = error - self.fixed - self.slope * mean_work
-            self._rest[key] = rest * count / (count + SHRINK)
+            remainder = error - self.fixed - self.slope * mean_work
+            self._rest[key] = remainder * count / (count + SHRINK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,8 @@ def test_noisy_times_of_a_server_are_measured_again_and_never_stored(
 def test_more_drafts_and_more_requests_take_longer(settings, tmp_path, monkeypatch):
     for name, value in VLLM.items():
         monkeypatch.setenv(name, value)
+    # tune has a default for it
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     calibrate(tmp_path)
     served = tune_vllm(settings)
     cost, stored = served.cost, json.loads((tmp_path / COST_FILE).read_text())

@@ -457,7 +457,8 @@ class HeadCache:
             # padding of a row near its capacity may exceed it
             slots = (positions - self.dropped[:, None]).clamp(max=self.kv_cache.shape[3] - 1)
         heads = keys_values.shape[1]
-        self.gathered.clear() if heads == self.kv_cache.shape[1] else self.gathered.pop(layer, None)
+        for index in range(layer, layer + heads * self.num_layers // self.kv_cache.shape[1]):
+            self.gathered.pop(index, None)
         layer_cache = self.kv_cache[:, layer * heads : (layer + 1) * heads]
         layer_cache[rows, :, :, slots] = keys_values.permute(0, 3, 1, 2, 4)
 
