@@ -43,6 +43,8 @@ LAWS = {
     "processed": Sampling(temperature=0.9, bad_words=[[3]], seed=6),
 }
 RULES = ("match", "rejection", "typical")
+MORE_KINDS = ("dflash", "medusa")
+"""Heads of slow tests; tests/decoding/test_synchronisation.py runs the code of every head too."""
 
 
 class Counting(Recorder):
@@ -97,7 +99,7 @@ def check_equal(drafter: Drafter | None, **settings: Any) -> Counting:
     return recorder
 
 
-@pytest.mark.parametrize("tree", ["chain", "static"])
+@pytest.mark.parametrize("tree", [pytest.param("chain", marks=pytest.mark.slow), "static"])
 @pytest.mark.parametrize("kind", kinds())
 def test_recorded_drafts_of_every_head_are_the_eager_ones(kind: str, tree: str) -> None:
     recorder = check_equal(head(kind), tree=TREES[tree])
@@ -133,7 +135,9 @@ def test_recorded_drafts_with_a_window_or_in_parallel_are_the_eager_ones(
     check_equal(make({"kind": "eagle3", **settings}, tiny.base()), tree=TREES["static"])
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
+@pytest.mark.parametrize(
+    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_KINDS)]
+)
 def test_rows_that_join_and_leave_record_nothing_again(kind: str) -> None:
     recorder, drafter = Counting(), head(kind)
     base = recording_base(recorder)
@@ -157,7 +161,7 @@ def test_rows_that_join_and_leave_record_nothing_again(kind: str) -> None:
     assert 3 <= len({*recorder.shapes}) == len(recorder.shapes) <= 6
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mlp_speculator"])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("mlp_speculator", marks=pytest.mark.slow)])
 def test_a_recorded_paged_engine_gives_the_steps_of_an_eager_one(kind: str) -> None:
     recorder, drafter = Counting(), head(kind)
     base = recording_base(recorder)
@@ -239,10 +243,6 @@ def run_traced(cases: list[tuple[str, str, str]]) -> None:
     code += f"for case in {cases!r}:\n    print(case, flush=True)\n    run(*case)"
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr[-3000:]
-
-
-def test_draft_and_acceptance_are_one_graph_each() -> None:
-    run_traced([("eagle3", "static", "greedy")])
 
 
 @pytest.mark.slow
