@@ -71,7 +71,7 @@ test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
 vllm: $(READY) $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, serves heads and features
 	$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps $(MOONCAKE)
 	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/export/test_vllm.py tests/training/distill/test_vllm.py
-	VLLM_PYTHON=$(VENV_VLLM)/bin/python $(VENV)/bin/python -m pytest -m vllm tests/export/test_vllm_features.py tests/training/test_transport.py tests/training/test_feature_server_vllm.py tests/commands/test_tune_vllm.py
+	VLLM_PYTHON=$(VENV_VLLM)/bin/python $(VENV)/bin/python -m pytest -m vllm tests/export/test_vllm_features.py tests/training/test_transport.py tests/training/test_feature_server_vllm.py tests/training/test_several_hosts.py tests/commands/test_tune_vllm.py
 
 llama_cpp: $(READY) $(READY_LLAMA_CPP)  ## real llama.cpp, built here: cmake and a C++ compiler, half an hour of one core
 	$(VENV)/bin/python -m pytest -m llama_cpp tests/export/test_llama_cpp.py

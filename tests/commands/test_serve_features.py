@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import DeepseekV3Config
 
 from specheads.commands._call import call
 from specheads.commands.serve_features import PLUGIN
@@ -62,6 +63,17 @@ def test_command_names_the_layers_of_the_head(head: list[str], layers: list[int]
     assert extraction["draft_model_config"] == {
         "hf_config": {"eagle_aux_hidden_state_layer_ids": layers}
     }
+
+
+def test_base_with_mla_is_not_asked_for_its_embedding(tmp_path: Path, capsys: Any):
+    # vLLM 0.32 ends at the first request for it
+    config = DeepseekV3Config(
+        num_hidden_layers=3, hidden_size=32, intermediate_size=48, vocab_size=61,
+        num_attention_heads=4, num_key_value_heads=4, architectures=["DeepseekV3ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    (command,) = printed(capsys, f"base={tmp_path}", "head=eagle3", "head.aux_layers=[1,2]")
+    assert '"eagle_aux_hidden_state_layer_ids": [1, 2, 3]' in command["--speculative-config"]
 
 
 def test_command_follows_the_settings_of_the_training(tmp_path: Path, capsys: Any):
