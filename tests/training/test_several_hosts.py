@@ -46,6 +46,26 @@ def hosts(*names: str) -> Iterator[dict[str, str]]:
         ip(f"link del {BRIDGE}", check=False)
 
 
+def training(
+    host: str, rank: int, num_hosts: int, first: str, words: list[str], environment: dict[str, str]
+) -> "subprocess.Popen[str]":
+    """Start the trainer of a host, one of several that train together."""
+    command = [
+        *("ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", str(num_hosts), "--node-rank", str(rank), "--nproc-per-node", "1"),
+        *("--master-addr", first, "--master-port", "29500", "-m", "specheads", "train"),
+        *(f"base.model={BASE}", "base.device=cpu", *words),
+    ]
+    variables = environment | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def test_two_trainers_and_a_server_on_three_hosts_train_as_one_trainer(tmp_path: Path):
     with hosts("states", "first", "second") as addresses:
         url = f"http://{addresses['states']}:8000"
@@ -65,33 +85,14 @@ def test_two_trainers_and_a_server_on_three_hosts_train_as_one_trainer(tmp_path:
         environment = VLLM | {"NO_PROXY": f"127.0.0.1,{addresses['states']}"}
         with served(server, f"{url}/health", tmp_path / "log", environment):
             for run, machines in (("one", ["first"]), ("two", ["first", "second"])):
-                trainers = []
-                for rank, name in enumerate(machines):
-                    command = [
-                        *(
-                            "ip",
-                            "netns",
-                            "exec",
-                            name,
-                            sys.executable,
-                            "-m",
-                            "torch.distributed.run",
-                        ),
-                        *("--nnodes", str(len(machines)), "--node-rank", str(rank)),
-                        *("--nproc-per-node", "1", "--master-addr", addresses["first"]),
-                        *("--master-port", "29500", "-m", "specheads", "train", *words),
-                        *(f"base.model={BASE}", "base.device=cpu", f"run_dir={tmp_path / run}"),
-                    ]
-                    log = (tmp_path / f"{run}-{rank}.log").open("wb")
-                    network = {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-                    trainers.append(
-                        subprocess.Popen(
-                            command, env=os.environ | environment | network, stdout=log, stderr=log
-                        )
-                    )
-                for rank, trainer in enumerate(trainers):
-                    log = tmp_path / f"{run}-{rank}.log"
-                    assert trainer.wait() == 0, log.read_text()[-3000:]
+                settings = [*words, f"run_dir={tmp_path / run}"]
+                trainers = [
+                    training(name, rank, len(machines), addresses["first"], settings, environment)
+                    for rank, name in enumerate(machines)
+                ]
+                for trainer in trainers:
+                    output, _ = trainer.communicate()
+                    assert trainer.returncode == 0, output[-3000:]
     one, two = (read_metrics(tmp_path / run / "metrics.jsonl") for run in ("one", "two"))
     assert len(one) == len(two)
     for expected, row in zip(one, two, strict=True):
