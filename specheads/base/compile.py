@@ -89,15 +89,15 @@ class Recorder:
         `WARMUP_CALLS` run without one.
         """
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors_in(inputs)]
-        name, key = key[0], (*key, *shapes, *(buffer.data_ptr() for buffer in buffers))
+        name, full_key = key[0], (*key, *shapes, *(buffer.data_ptr() for buffer in buffers))
         # memory allocated in inference mode cannot be written to outside of it
         with torch.inference_mode(mode=False), torch.no_grad():
             # a number of calls, until it is recorded
-            recording = graphs.pop(key, 0)
+            recording = graphs.pop(full_key, 0)
             if recording == WARMUP_CALLS and name not in self._failed:
                 recording = self._record(name, function, inputs) or recording
             is_recorded = isinstance(recording, Recording)
-            graphs[key] = recording if is_recorded else min(recording + 1, WARMUP_CALLS)
+            graphs[full_key] = recording if is_recorded else min(recording + 1, WARMUP_CALLS)
             while len(graphs) > MAX_GRAPHS or (len(graphs) > 1 and _num_bytes(graphs) > MAX_BYTES):
                 least_recently_used = next(iter(graphs))
                 del graphs[least_recently_used]
@@ -162,7 +162,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return function(value)
     if isinstance(value, tuple | list):
         items = [map_tensors(function, item) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        # a named tuple takes its items one by one
+        return getattr(value, "_make", type(value))(items)
     if not is_dataclass(value) or isinstance(value, type):
         return value
     result = copy(value)

@@ -212,8 +212,8 @@ def grow_tree(
 ) -> TokenTree:
     """Draft one tree per row: from a recording if the base has fixed shapes and all allow it."""
     head_tree, recorder, memory = remove_lookup(tree), base.forwards.graphs, state.memory
-    is_recorded = recorder and drafter and drafter.can_record and head_tree.can_record
-    if not is_recorded or state.sampling.has_processors:
+    can_record = head_tree.can_record and not state.sampling.has_processors
+    if recorder is None or drafter is None or not (can_record and drafter.can_record):
         return tree.grow(drafter, state.committed, memory, state.sampling, state.texts)
     if state.recorded_drafts is None:
         spare = base.spare_recordings.setdefault(drafter, deque(maxlen=1))
