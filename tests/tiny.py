@@ -159,7 +159,7 @@ def own_base(
     dtype: torch.dtype = torch.float64,
     device: torch.device = CPU,
     *,
-    compile: bool = False,
+    compile: bool | None = False,
     **changes: Any,
 ) -> FrozenBase:
     """Return a base like `base` that is not shared, for tests that change or compile it."""
