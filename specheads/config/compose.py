@@ -89,11 +89,11 @@ REMEASURED = [name for name, _ in settings_with(Remeasured, commands.Train)]
 """Settings that a measurement may change for a run."""
 
 
-def register() -> None:
-    """Register schemas, the `recipes:` resolver, and recipes by the names of their folders."""
-    store = ConfigStore.instance()
-    for name, schema in SCHEMAS.items():
-        store.store(name=f"{name}_schema", node=schema)
+def register(command: str) -> None:
+    """Register a command's schema, the `recipes:` resolver, and recipes by their folders' names."""
+    store, schema = ConfigStore.instance(), f"{command}_schema"
+    if f"{schema}.yaml" not in store.repo:
+        store.store(name=schema, node=SCHEMAS[command])
     OmegaConf.register_new_resolver(
         "recipes", lambda inner: str(data_dir("recipes") / inner), replace=True
     )
@@ -129,7 +129,7 @@ def settings_of(command: str, overrides: Sequence[str]) -> Any:
     Hydra composes only: if it ran the command, it would print lines and create folders.
     """
     with _our_hydra():
-        register()
+        register(command)
         try:
             return _settings_of(command, overrides)
         except UnknownSettingError as error:
