@@ -1,7 +1,6 @@
-"""Text in object stores: fsspec's store in memory, and an S3 server of moto."""
+"""Text in object stores: fsspec's in memory, moto's S3 and an emulator of Google's."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +15,31 @@ from specheads.data.remote import local_copy, output_folder
 from specheads.data.sources import open_source, read_source
 from tests.servers import free_port, served
 
-KEYS = {
-    "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"
+SERVERS: dict[str, tuple[list[str], str, dict[str, str]]] = {
+    "s3": (
+        ["-m", "moto.server", "-p", "PORT"],
+        "/moto-api/",
+        {
+            "AWS_ENDPOINT_URL": "URL", "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "none",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        },
+    ),
+    "gs": (
+        [
+            *("-c", "from gcp_storage_emulator.__main__ import main; main()"),
+            *("start", "--port=PORT", "--in-memory", "--default-bucket=bucket"),
+        ],
+        "/storage/v1/b/bucket",
+        # gcsfs would look for the kind of the bucket by gRPC
+        {"STORAGE_EMULATOR_HOST": "URL", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"},
+    ),
 }  # fmt: skip
+"""Arguments of Python, a path that answers, and the environment of a client."""
 
 
 @pytest.fixture(
-    params=["memory", pytest.param("s3", marks=pytest.mark.object_store)], scope="module"
+    params=["memory", *(pytest.param(name, marks=pytest.mark.object_store) for name in SERVERS)],
+    scope="module",
 )
 def store(request: Any, tmp_path_factory: Any) -> Iterator[str]:
     """Return the address of an empty bucket."""
@@ -30,15 +47,18 @@ def store(request: Any, tmp_path_factory: Any) -> Iterator[str]:
         yield "memory://bucket"
         fsspec.filesystem("memory").store.clear()
         return
+    words, path, variables = SERVERS[request.param]
     url = f"http://127.0.0.1:{free_port()}"
-    server = [sys.executable, "-m", "moto.server", "-p", url.rpartition(":")[2]]
-    before = dict(os.environ)
-    os.environ.update(KEYS, AWS_ENDPOINT_URL=url)
-    with served(server, f"{url}/moto-api/", tmp_path_factory.mktemp("moto") / "log"):
-        fsspec.filesystem("s3").mkdir("bucket")
-        yield "s3://bucket"
-    os.environ.clear()
-    os.environ.update(before)
+    port = url.rpartition(":")[2]
+    command = [sys.executable, *(word.replace("PORT", port) for word in words)]
+    log = tmp_path_factory.mktemp("store") / "log"
+    with pytest.MonkeyPatch.context() as patch, served(command, f"{url}{path}", log):
+        for name, value in variables.items():
+            patch.setenv(name, value.replace("URL", url))
+        patch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+        if request.param == "s3":
+            fsspec.filesystem("s3").mkdir("bucket")
+        yield f"{request.param}://bucket"
 
 
 @pytest.fixture(autouse=True)
