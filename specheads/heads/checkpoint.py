@@ -60,8 +60,14 @@ def read_settings(folder: Path) -> dict[str, Any]:
             raise InputError(
                 f"{file} may hold settings only, and names code in {code[0]!r}; remove it"
             )
-        for name in [name for name, setting in value.items() if setting is None]:
-            del value[name]
+        for name, setting in [*value.items()]:
+            if setting is None:
+                del value[name]
+            elif setting != setting or str(setting) in ("true", "false", "NaN"):
+                raise InputError(
+                    f"{file} must hold numbers, and true and false without quotes, and {name} is "
+                    f"{setting!r}; fix it"
+                )
         pending += value.values()
     return settings
 

@@ -91,6 +91,24 @@ def test_code_is_detected_anywhere_in_the_settings(folder: Path, nesting: str):
 
 
 @pytest.mark.parametrize(
+    ("case", "setting", "value"),
+    [
+        ("eagle3_chain", "norm_before_residual", "false"),
+        ("eagle3_chain", "rms_norm_eps", float("nan")),
+        ("eagle3_speculators_ttt", "norm_before_residual", "true"),
+        ("dflash_window", "sliding_window_non_causal", "false"),
+        ("dflash_window", "sample_from_anchor", "true"),
+        ("dflash_modelopt", "dflash_config", {"causal": "false"}),
+        ("mlp_speculator_untied", "scale_input", "false"),
+        ("medusa_heads", "medusa_num_layers", float("nan")),
+    ],
+)
+def test_text_in_place_of_a_switch_and_nan_are_refused_by_name(case, setting, value, tmp_path):
+    name = next(iter(value)) if isinstance(value, dict) else setting
+    refused(changed(case, tmp_path, **{setting: value}), f"without quotes, and {name} is ")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         (b"[" * 100_000, "not readable JSON"),
