@@ -178,7 +178,7 @@ class MooncakeStore(Transport):
         super().__init__(settings)
         self.master, local_address = settings.master, address_towards(settings.master)
         try:
-            from hs_connectors import mooncake_store as store
+            import hs_connectors.mooncake_store as store  # pyright: ignore[reportMissingImports]
 
             _silence_engine()
             config = store.MooncakeStoreConfig(
@@ -236,7 +236,7 @@ class MooncakeStore(Transport):
 
 def _silence_engine() -> None:
     """Keep the engine's log off the terminal: each call returns its own status."""
-    from mooncake import store
+    from mooncake import store  # pyright: ignore[reportMissingImports]
 
     with suppress(ValueError):
         library = ctypes.CDLL(store.__file__)

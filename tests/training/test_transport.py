@@ -116,7 +116,7 @@ class Server:
     """The part of a server that puts states into a store, through hs-connectors."""
 
     def __init__(self, port: int, pool_bytes: int) -> None:
-        from hs_connectors import mooncake_store
+        from hs_connectors import mooncake_store  # pyright: ignore[reportMissingImports]
 
         config = mooncake_store.MooncakeStoreConfig(
             local_hostname="127.0.0.1",
