@@ -368,9 +368,12 @@ class KVCache(RowCache):
     @property
     def has_parts(self) -> bool:
         """Whether attention reads the text without a mask, apart from the nodes."""
-        stacks = self.slab.stacks
-        return len({stack.shape[-1] for stack in stacks}) == 1 and all(
-            not stack.is_cuda or flash_supports(stack.dtype, stack.shape[-1]) for stack in stacks
+        sizes = {(stack.dtype, stack.shape[-1]) for stack in self.slab.stacks}
+        if len(sizes) > 1 or self.device.type == "cpu":
+            return len(sizes) == 1
+        # older GPUs have no flash attention
+        return (
+            flash_supports(*sizes.pop()) and torch.cuda.get_device_capability(self.device)[0] >= 8
         )
 
     def reserve(self, length: int, counts: list[int] | None = None) -> None:

@@ -43,7 +43,7 @@ def test_attention_in_two_parts_equals_attention_under_one_mask(scale: float) ->
 
 
 @pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mistral"])
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_recorded_verifications_equal_eager_ones(architecture: str, paged: bool) -> None:
     base, eager = tiny.own_base(architecture), tiny.base(architecture)
     base.forwards.record()
