@@ -122,7 +122,9 @@ class Forwards:
             reason = f"layers with keys and values only, and those of {self.config.model_type!r}"
             if kernels:
                 raise InputError(f"compile=true needs {reason} keep states; leave compile out")
-            warnings.warn(f"CUDA graphs need {reason} keep states: it has none", stacklevel=3)
+            warnings.warn(
+                f"decoding without CUDA graphs: they need {reason} have states", stacklevel=3
+            )
         elif self.model.device.type == "cuda":
             self.record("inductor" if kernels else None)
         else:

@@ -113,7 +113,7 @@ class DecodingState:
 
 PARTS = ("draft", "verify", "accept", "host")
 """Parts of a step in order: the tree, the base's forward, the rule with the copy of its verdict to
-the host, and the rest, which commits the accepted path."""
+the host, and the rest, which commits the accepted path. A recorded rule commits it itself."""
 
 
 @dataclass(slots=True)
