@@ -17,7 +17,7 @@ from specheads.training.schedule import BETAS, refuse_misfit
 from specheads.training.step import CLIP_NORM
 
 RECIPES = compose.recipes()
-HEADINGS = ["What", "Command", "Cost", "Results", "Not measured", "Changes"]
+HEADINGS = ["What", "Command", "Cost", "Results", "Changes"]
 HOME = str(Path.home())
 
 
@@ -34,7 +34,8 @@ def test_recipe_composes_builds_its_head_and_has_a_card(name: str):
         )
         refuse_misfit(phase_name, phase, context=8192, depth=head.depth)
     card = RECIPES[name].with_name("README.md").read_text(encoding="utf-8")
-    assert re.findall(r"^## (.*)$", card, re.MULTILINE) == HEADINGS
+    headings = re.findall(r"^## (.*)$", card, re.MULTILINE)
+    assert [heading for heading in headings if heading != "Not measured"] == HEADINGS
 
 
 def test_every_choice_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
