@@ -14,8 +14,9 @@ from specheads.decoding.calibration import Curve
 from specheads.decoding.cost import FollowedCost, StepCost
 from specheads.decoding.suffix_decoding import common_prefix_length
 
-FIRST_TRIAL, LAST_TRIAL = 4, 128
-"""Steps between trials of the other choice, to draft or not: they double from the first number."""
+FIRST_TRIAL, LAST_TRIAL, TRIALS = 4, 128, 256
+"""Steps between trials of the other choice, to draft or not. They double from the first number up
+to the last, or to `TRIALS` times what the choices differ, so that trials cost little."""
 WEIGHT, RATE_WEIGHT, GAIN_WEIGHT = 0.05, 0.02, 0.1
 """Weights of a new observation in moving averages of a request, of all requests' rates, and of
 gains."""
@@ -100,7 +101,8 @@ class BatchCost:
         self.num_steps += 1
         is_trial = self.num_steps > self.interval
         if is_trial:
-            self.num_steps, self.interval = 0, min(2 * self.interval, LAST_TRIAL)
+            longest = min(FIRST_TRIAL + TRIALS * abs(self.gain - 1), LAST_TRIAL)
+            self.num_steps, self.interval = 0, min(2 * self.interval, int(longest))
         return pays != is_trial, is_trial
 
     def add_gain(self, gain: float) -> None:
@@ -171,7 +173,10 @@ class ChainBudget:
         """Follow a forward that verified so many drafts of each row, and read no prompt."""
         rows, drafts = len(num_drafts), sum(num_drafts)
         is_ragged = len({*num_drafts}) > 1
-        self._batch(rows).verify.follow(*self._forward(rows, drafts, positions, is_ragged), seconds)
+        batch, forward = self._batch(rows), self._forward(rows, drafts, positions, is_ragged)
+        if batch.verify.follow(*forward, seconds):
+            # earlier gains are of a cost that knew less
+            batch.num_gains = 0
 
     def follow_draft(self, rows: int, levels: int, positions: int, seconds: float) -> None:
         """Follow a draft of so many levels of rows whose earlier positions were read."""

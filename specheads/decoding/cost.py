@@ -15,7 +15,7 @@ from operator import mul
 from specheads.core.ranges import NonNegativeFloat, PositiveInt
 from specheads.decoding.suffix_decoding import LookupText, common_prefix_length
 
-MEMORY, PRIOR, SHRINK = 24, 0.03, 4
+MEMORY, PRIOR, SHRINK = 64, 0.03, 4
 """Steps of one shape that `FollowedCost` averages at most, and the weights, in steps, of no
 correction and of a shape's own one being zero."""
 STALL = 2.0
@@ -71,8 +71,12 @@ class FollowedCost:
         # a line may leave the range of its points
         return max(corrected, 0.1 * expected)
 
-    def follow(self, work: float, shape: int, expected: float, seconds: float) -> None:
-        """Follow a step; one that stalled counts as `STALL` times."""
+    def follow(self, work: float, shape: int, expected: float, seconds: float) -> bool:
+        """Follow a step; return whether it is the first of its shape.
+
+        A step that stalled counts as `STALL` times the expected seconds.
+        """
+        is_first = shape not in self._means
         longest = STALL * max(self.seconds(work, shape, expected), self._usual)
         seconds = min(seconds, longest)
         means = self._means.setdefault(shape, [0.0, 0.0, 0.0])
@@ -89,6 +93,7 @@ class FollowedCost:
         for key, (count, mean_work, error) in self._means.items():
             remainder = error - self.fixed - self.slope * mean_work
             self._rest[key] = remainder * count / (count + SHRINK)
+        return is_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -249,6 +249,21 @@ def test_budget_only_tries_drafts_if_each_verified_token_costs_a_step(export, tm
     assert 0 < answer["counters"][offered] < 0.1 * full_counts[offered]
 
 
+def test_budget_stops_to_draft_if_drafts_take_longer_than_its_costs(export, tmp_path):
+    # by its costs all drafts pay
+    folder, texts = (
+        budgeted(export("redrafter", "vllm"), tmp_path / "budget", 0.0),
+        [*prompts()] * 3,
+    )
+    engine, environment = plugged(folder)
+    engine["speculative_config"]["model"] = "tests.export.vllm_engine.SlowProposer"
+    answer = serve(engine, environment, texts=texts)
+    assert answer["tokens"] == alone() * 3
+    offered = "spec_decode_num_draft_tokens"
+    full_counts = engine_counts("redrafter")
+    assert 0 < answer["counters"][offered] < 0.3 * 3 * full_counts[offered]
+
+
 def test_sampled_texts_have_the_distribution_of_the_base_with_ragged_drafts(export, tmp_path):
     # the third token follows a draft, or none, or a rejected one
     prompt = prompts()[0]

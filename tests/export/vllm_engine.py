@@ -9,6 +9,7 @@ their texts.
 import json
 import os
 import sys
+import time
 from typing import Any
 
 import torch
@@ -42,6 +43,14 @@ class Recorder(Proposer):
             if chain:
                 DRAFTS.append((token_ids_cpu[row, : _lengths[row]].tolist(), chain))
         return chains
+
+
+class SlowProposer(Proposer):
+    """The plug-in's proposer, whose drafts take much longer than a step of a small base."""
+
+    def _draft(self, *args: Any) -> list[list[int]]:
+        time.sleep(0.5)
+        return super()._draft(*args)
 
 
 def repair_temperatures() -> None:
