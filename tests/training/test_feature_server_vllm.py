@@ -236,7 +236,9 @@ def test_master_and_server_of_a_store_that_are_killed_and_started_again_cost_no_
         time.sleep(1)
         with mooncake_master(master_port, log):
             wait_for_steps(trainer, 2 * STEPS // 3)
-            server.kill()
+            # the processes that vLLM started outlive it
+            for process in (*psutil.Process(server.pid).children(recursive=True), server):
+                process.kill()
             server.wait()
             with features_server(BASE, folder, log, *RECIPE, *words, port=port):
                 rows(tmp_path / "run", trainer)
