@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 from specheads.base.compile import Recorder, Recording, map_tensors, tensors_in
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
+from specheads.decoding.draft_model import DraftModel
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.recorded import pad_batch, padded_rows
 from specheads.decoding.request import Request
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import HybridTree
+from specheads.decoding.trees.hybrid import HybridTree, lookup_tree
 from specheads.heads.layers import attention
 from specheads.heads.load import kinds
 from tests import tiny
@@ -117,6 +119,49 @@ def test_recorded_drafts_of_every_tree_and_law_are_the_eager_ones(tree: str, law
 def test_recorded_steps_of_the_base_alone_are_the_eager_ones() -> None:
     recorder = check_equal(None)
     assert "acceptance" in recorder.recorded
+
+
+class Alternating(policies.TreePolicy):
+    """Drafts in every third step."""
+
+    name, num_nodes, depth = "alternating", 4, 3
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def choose_policy(self, load: Any) -> policies.TreePolicy:
+        self.num_steps += 1
+        return policies.NOTHING if self.num_steps % 3 else TREES["chain"]
+
+
+def impatient_head() -> Drafter:
+    """Return a head that reads what was committed without a draft in every second step."""
+    drafter = head("eagle3")
+    drafter.max_unread_positions = 2
+    return drafter
+
+
+UNRECORDED: dict[str, Callable[[], tuple[Drafter | None, policies.TreePolicy]]] = {
+    "draft model": lambda: (DraftModel(tiny.base("gpt2"), 3, tiny.base()), TREES["chain"]),
+    "recorded draft model": lambda: (
+        DraftModel(recording_base(Recorder()), 3, tiny.base()),
+        TREES["static"],
+    ),
+    "early stop": lambda: (head("eagle3"), policies.chain(3, confidence=0.5)),
+    "lookup": lambda: (None, lookup_tree(4)),
+    "steps without a draft": lambda: (head("eagle3"), Alternating()),
+    "positions stored without a draft": lambda: (impatient_head(), Alternating()),
+}
+
+
+@pytest.mark.parametrize("name", UNRECORDED)
+def test_steps_whose_drafts_are_not_recorded_are_the_eager_ones(name: str) -> None:
+    drafter, tree = UNRECORDED[name]()
+    expected = decode(tiny.base(), drafter, tree=tree)
+    base = recording_base(Recorder())
+    for _ in range(2):
+        drafter, tree = UNRECORDED[name]()
+        assert decode(base, drafter, tree=tree).steps == expected.steps
 
 
 @pytest.mark.parametrize("acceptance", RULES)
