@@ -60,8 +60,8 @@ def refuse_unserved(config: Any) -> None:
     """Refuse a base with states for which vLLM has no hidden states of inner layers."""
     if layer_kinds(config) and config.model_type not in SERVED:
         raise InputError(
-            f"features=vllm needs a base whose layers vLLM gives: of those with states {SERVED}, "
-            f"got {config.model_type!r}; leave features=vllm out"
+            "features=vllm needs a base whose layers vLLM gives: of those with states "
+            f"{', '.join(SERVED)}, got {config.model_type!r}; leave features=vllm out"
         )
 
 
