@@ -215,13 +215,15 @@ def grow_tree(
     can_record = head_tree.can_record and not state.sampling.has_processors
     if recorder is None or drafter is None or not (can_record and drafter.can_record):
         return tree.grow(drafter, state.committed, memory, state.sampling, state.texts)
-    if state.recorded_drafts is None:
+    recorded_drafts = state.recorded_drafts
+    if recorded_drafts is None:
         spare = base.spare_recordings.setdefault(drafter, deque(maxlen=1))
-        state.recorded_drafts = spare.pop() if spare else DraftRecorder(recorder)
+        recorded_drafts = spare.pop() if spare else DraftRecorder(recorder)
+        state.recorded_drafts = recorded_drafts
         # the next rows reuse the recordings when these have ended
-        weakref.finalize(state.cache, spare.append, state.recorded_drafts).atexit = False
+        weakref.finalize(state.cache, spare.append, recorded_drafts).atexit = False
     inputs = state.committed, memory, state.sampling, state.cache.longest
-    drafted, state.memory = state.recorded_drafts.grow(drafter, head_tree, *inputs)
+    drafted, state.memory = recorded_drafts.grow(drafter, head_tree, *inputs)
     return tree.add_copied(drafted, state.texts) if isinstance(tree, HybridTree) else drafted
 
 

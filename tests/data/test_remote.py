@@ -4,10 +4,11 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import fsspec
 import pytest
+from fsspec.config import conf
 
 from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
@@ -55,7 +56,7 @@ def store(request: Any, tmp_path_factory: Any) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch, served(command, f"{url}{path}", log):
         for name, value in variables.items():
             patch.setenv(name, value.replace("URL", url))
-        patch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+        patch.setitem(conf, "gs", {"token": "anon"})
         if request.param == "s3":
             fsspec.filesystem("s3").mkdir("bucket")
         yield f"{request.param}://bucket"
@@ -68,7 +69,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(address: str, *texts: str) -> None:
-    with fsspec.open(address, "w") as file:
+    with cast(Any, fsspec.open(address, "w")) as file:
         file.write("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 

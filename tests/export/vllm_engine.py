@@ -48,9 +48,9 @@ class Recorder(Proposer):
 class SlowProposer(Proposer):
     """The plug-in's proposer, whose drafts take much longer than a step of a small base."""
 
-    def _draft(self, *args: Any) -> list[list[int]]:
+    def _draft(self, spans: Any, texts: Any) -> list[list[int]]:
         time.sleep(0.5)
-        return super()._draft(*args)
+        return super()._draft(spans, texts)
 
 
 def repair_temperatures() -> None:

@@ -250,7 +250,10 @@ PUBLIC: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
 }  # fmt: skip
 """Settings of a head, its folder's config.json, and the name in the refusal or nothing."""
-MODULE = {"mimo": ("model.mtp_layers.0.", 1), "deepseek_v3": ("model.layers.3.", 0)}
+MODULE: dict[str, tuple[str, int]] = {
+    "mimo": ("model.mtp_layers.0.", 1),
+    "deepseek_v3": ("model.layers.3.", 0),
+}
 """Names of a base's module: their prefix, and the column of `MODULES`."""
 
 
@@ -264,7 +267,8 @@ def test_public_folders_load_and_draft_exactly_or_name_the_key(name: str, tmp_pa
         parameter.data += 0.2 * torch.randn_like(parameter)
     if head.draft_ids is not None:
         head.choose_vocabulary(torch.randperm(61))
-    write_published(tmp_path, head, config, *MODULE.get(config.get("model_type", ""), ()))
+    prefix, column = MODULE.get(config.get("model_type", ""), ("", 0))
+    write_published(tmp_path, head, config, prefix, column)
     if refused:
         with pytest.raises(InputError, match=refused) as caught:
             load_head(tmp_path, base)

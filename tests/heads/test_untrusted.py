@@ -105,7 +105,8 @@ def test_code_is_detected_anywhere_in_the_settings(folder: Path, nesting: str):
 )
 def test_text_in_place_of_a_switch_and_nan_are_refused_by_name(case, setting, value, tmp_path):
     name = next(iter(value)) if isinstance(value, dict) else setting
-    refused(changed(case, tmp_path, **{setting: value}), f"without quotes, and {name} is ")
+    changes: Any = {setting: value}
+    refused(changed(case, tmp_path, **changes), f"without quotes, and {name} is ")
 
 
 @pytest.mark.parametrize(

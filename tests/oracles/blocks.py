@@ -207,15 +207,16 @@ class _Layer(Layer):
         super().__init__(stored, name, layer, width)
         self.input_norm = stored.take(f"{name}.input_layernorm.weight", width)
         self.past = self.keys_values(fused, torch.arange(len(fused)))
+        taps, group = (layer.get(key, 0) for key in CONVOLVED)
         index, causal = int(name.split(".")[-1]), layer.get("causal")
         self.causal = causal[index] if isinstance(causal, list) else causal
         self.reach = layer["reaches"][index] if "reaches" in layer else None
         sinks = f"{name}.self_attn.attention_sink_bias"
         self.sink = stored.take(sinks, self.heads) if layer.get(SINK) else None
         self.convolutions = [
-            _Convolution(stored, f"{name}.{part}_conv", *(layer[key] for key in CONVOLVED), width)
+            _Convolution(stored, f"{name}.{part}_conv", taps, group, width)
             for part in ("attention", "mlp")
-            if CONVOLVED[0] in layer
+            if taps
         ]
 
     def forward(self, stream: Tensor, start: int) -> Tensor:
@@ -326,7 +327,8 @@ def _draft(
     markov = _Markov(stored, len(tokens), vocab, width, settings.rank) if settings.rank else None
     selector = None
     if SELECTED[0] in layer:
-        selector = _Selector(stored, *(layer[key] for key in SELECTED), vocab, width)
+        rank, top = (layer[key] for key in SELECTED)
+        selector = _Selector(stored, rank, top, vocab, width)
     stored.close()
     before, block_states = [base.tokens.roll(-1 - level) for level in range(depth)], []
     for position, anchor in enumerate(before[0]):
