@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ from specheads.core.machine import computes_bfloat16
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 """A folder with a tokenizer has at least one of these."""
+LOADING = Lock()
+"""transformers changes torch's modules while it loads a model, so threads load one by one."""
 MAX_SIZES = {"num_hidden_layers": 1024, "num_labels": 2**20, "max_position_embeddings": 2**40}
 """Largest plausible sizes: the first two allocate memory before any weight is read."""
 
@@ -76,7 +79,7 @@ def load_model(
             ids = ends if isinstance(ends, list) else [ends or 0]
             if not all(type(id) is int for id in ids):
                 raise InputError(f"eos_token_id must be token ids, got {ends!r}; fix it there")
-    with reading("weights", source):
+    with reading("weights", source), LOADING:
         # output_loading_info adds a result that pyright does not know
         from_pretrained: Any = auto_class(config).from_pretrained
         loaded, info = from_pretrained(

@@ -6,12 +6,14 @@ import io
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from specheads.base.loading import load_config
 from specheads.base.lora import Adapter
@@ -153,6 +155,18 @@ def test_a_broken_file_of_a_base_is_refused_by_name(name, tmp_path):
 
 
 INDEX = "model.safetensors.index.json"
+
+
+def test_threads_load_a_base_whose_projection_is_tied(tmp_path: Path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 61}
+    config = LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        bases = list(
+            threads.map(lambda _: FrozenBase.load(str(tmp_path), dtype="float32"), range(12))
+        )
+    embedding = load_file(tmp_path / WEIGHTS)["model.embed_tokens.weight"]
+    assert all(base.projection.weight.float().equal(embedding) for base in bases)
 
 
 @pytest.mark.parametrize(
