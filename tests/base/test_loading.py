@@ -158,7 +158,12 @@ INDEX = "model.safetensors.index.json"
 
 
 def test_threads_load_a_base_whose_projection_is_tied(tmp_path: Path):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 61}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 61,
+    }
     config = LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     with ThreadPoolExecutor(4) as threads:
