@@ -1,6 +1,7 @@
 """One call of a command: exit codes, messages, signals and help."""
 
 import errno
+import logging
 import multiprocessing
 import os
 import shlex
@@ -123,6 +124,12 @@ def test_retries_of_the_hub_client_are_one_line_and_its_rate_limit_is_printed(
     client = httpx2.Client(transport=httpx2.MockTransport(answer))
     monkeypatch.setattr("huggingface_hub.utils._http.get_session", lambda: client)
     monkeypatch.setattr("time.sleep", lambda _: None)
+    # a test before may have left them closed
+    for name in ("huggingface_hub", "huggingface_hub.utils", http_backoff.__module__):
+        logger = logging.getLogger(name)
+        monkeypatch.setattr(logger, "disabled", False)
+        monkeypatch.setattr(logger, "propagate", True)
+        monkeypatch.setattr(logger, "level", logging.NOTSET)
     raising(None)
     with caplog.at_level("WARNING"):
         http_backoff("HEAD", "https://huggingface.co/x")

@@ -108,7 +108,8 @@ def test_settings_of_a_run_are_read_back_typed(tmp_path: Path):
 RESUMABLE = """
     name run_dir tree tracker evaluation evaluate_after log_every checkpoint_every validation
     base.device base.compile base.exact dry_run features.source features.url features.folder
-    features.concurrency features.timeout_seconds features.patience_seconds features.max_gib
+    features.transport features.master features.protocol features.concurrency
+    features.timeout_seconds features.patience_seconds features.max_gib
     schedule.phases.*.accumulation_steps schedule.phases.*.distill.folder
     schedule.phases.*.distill.engine schedule.phases.*.distill.batch_size
     schedule.phases.*.distill.use_head schedule.phases.*.distill.url
