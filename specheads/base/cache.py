@@ -273,19 +273,15 @@ class Slab:
 
     def _allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
         rows, num_states = self.rows or len(keys), 2 * self.num_layers
-
-        def new_stack(num_states: int, states: Tensor) -> Tensor:
-            return self._zeros(states, num_states, rows)
-
         if not self.stacks and _shape_key(keys) == _shape_key(values):
-            self.stacks.append(new_stack(num_states, keys))
+            self.stacks.append(self._zeros(keys, num_states, rows))
         is_shared = self.stacks and len(self.stacks[0]) == num_states
         shared_key = {_shape_key(self.stacks[0])} if is_shared else ()
         if {_shape_key(keys), _shape_key(values)} == shared_key:
             self.locations[layer] = StateLocation(0, 2 * layer), StateLocation(0, 2 * layer + 1)
         else:
             first = len(self.stacks)
-            self.stacks += new_stack(1, keys), new_stack(1, values)
+            self.stacks += self._zeros(keys, 1, rows), self._zeros(values, 1, rows)
             self.locations[layer] = StateLocation(first, 0), StateLocation(first + 1, 0)
 
     def _zeros(self, states: Tensor, num_states: int, rows: int) -> Tensor:

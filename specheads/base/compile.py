@@ -94,11 +94,13 @@ class Recorder:
         with torch.inference_mode(mode=False), torch.no_grad():
             # a number of calls, until it is recorded
             recording = graphs.pop(full_key, 0)
+            is_replay = isinstance(recording, Recording)
             if recording == WARMUP_CALLS and name not in self._failed:
                 recording = self._record(name, function, inputs) or recording
             is_recorded = isinstance(recording, Recording)
             graphs[full_key] = recording if is_recorded else min(recording + 1, WARMUP_CALLS)
-            while len(graphs) > MAX_GRAPHS or (len(graphs) > 1 and _num_bytes(graphs) > MAX_BYTES):
+            # a replay adds nothing
+            while not is_replay and _exceed_limits(graphs):
                 least_recently_used = next(iter(graphs))
                 del graphs[least_recently_used]
             return recording(function, inputs) if is_recorded else function(*inputs)
@@ -152,8 +154,10 @@ class Recording:
         return self.outputs
 
 
-def _num_bytes(graphs: Mapping[Hashable, Any]) -> int:
-    return sum(graph.num_bytes for graph in graphs.values() if isinstance(graph, Recording))
+def _exceed_limits(graphs: Mapping[Hashable, Any]) -> bool:
+    recordings = [graph for graph in graphs.values() if isinstance(graph, Recording)]
+    num_bytes = sum(recording.num_bytes for recording in recordings)
+    return len(graphs) > MAX_GRAPHS or (len(graphs) > 1 and num_bytes > MAX_BYTES)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

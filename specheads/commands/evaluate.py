@@ -66,8 +66,8 @@ def evaluate(
     """
     settings = settings or checked_settings(Evaluate, overrides, run=run, out=out)
     evaluation = settings.evaluation
-    # loads matplotlib, which training does without
     if settings.out:
+        # loads matplotlib, which training does without
         from specheads.measure.report import refuse_other_files
 
         refuse_other_files(writable_folder(settings.out))

@@ -1,8 +1,8 @@
 """Settings that several commands share, and facts about settings next to types and ranges."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, TypeVar
 
 from specheads.core.ranges import (
     DepthOrZero,
@@ -56,17 +56,24 @@ class Ordered:
 
 
 def settings_with(fact: type[Fact], group: type, prefix: str = "") -> Iterator[tuple[str, Fact]]:
-    """Yield the full name and the fact of every setting of a group that has such a fact.
-
-    Names of phases and sources are `*` in the full name, as in `schedule.phases.*.steps`.
-    """
-    for name, hint in setting_hints(group).items():
-        name = f"{prefix}{name}"
+    """Yield the full name and the fact of every setting of a group that has such a fact."""
+    for name, hint, _ in all_settings(group, prefix):
         for annotation in getattr(hint, "__metadata__", ()):
             if isinstance(annotation, fact):
                 yield name, annotation
+
+
+def all_settings(group: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the full name, the type and the default of every setting; MISSING is no default.
+
+    Names of phases and sources are `*` in the full name, as in `schedule.phases.*.steps`.
+    """
+    hints = setting_hints(group)
+    for item in fields(group):
+        name, hint = f"{prefix}{item.name}", hints[item.name]
+        yield name, hint, item.default
         if inner := group_of(hint):
-            yield from settings_with(fact, inner, f"{name}.{'*.' if 'dict[' in str(hint) else ''}")
+            yield from all_settings(inner, f"{name}.{'*.' if 'dict[' in str(hint) else ''}")
 
 
 # --- settings ------------------------------------------------------------------------------------

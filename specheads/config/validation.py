@@ -23,6 +23,7 @@ from specheads.config.shared import (
     Ordered,
     Resumable,
     TreeSettings,
+    all_settings,
     settings_with,
 )
 from specheads.config.training import Phase, Schedule, ValidationSettings
@@ -32,8 +33,6 @@ from specheads.core.ranges import (
     FolderName,
     check_fields,
     check_value,
-    group_of,
-    setting_hints,
 )
 
 MAX_DEPTH = 20
@@ -289,17 +288,8 @@ def _is_default(name: str, value: Any) -> bool:
 @cache
 def _defaults() -> list[tuple[str, Any]]:
     """Return the full name and the default of each setting of training that has a plain one."""
-
-    def walk(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-        hints = setting_hints(group)
-        for item in fields(group):
-            name, hint = f"{prefix}{item.name}", hints[item.name]
-            if item.default is not MISSING:
-                yield name, item.default
-            if inner := group_of(hint):
-                yield from walk(inner, f"{name}.{'*.' if 'dict[' in str(hint) else ''}")
-
-    return list(walk(Train, ""))
+    settings = all_settings(Train)
+    return [(name, default) for name, _, default in settings if default is not MISSING]
 
 
 @cache

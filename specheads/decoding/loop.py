@@ -176,8 +176,10 @@ def step(
         drafted = grow_tree(base, drafter, tree, state)
         if drafter is not None and not tree.draft_depth and state.memory is not None:
             if state.committed.next_tokens.shape[1] < drafter.max_unread_positions:
-                # a recorded step overwrites what the one before returned
-                unread = map_tensors(torch.clone, state.committed)
+                unread = state.committed
+                if base.forwards.graphs is not None:
+                    # a recorded step overwrites what the one before returned
+                    unread = map_tensors(torch.clone, unread)
             else:
                 drafter.store_committed(state.committed, state.memory)
     ledger.end_part("draft")

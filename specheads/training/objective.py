@@ -95,8 +95,8 @@ def label_rows(labels: DraftLabels, *, from_anchors: bool) -> LabelRows:
     """Return the rows of the losses, padded with rows without labels.
 
     Depth k drafts label j from position j - 2 - k (docs/index_convention.md); with anchors each
-    depth drafts another label from the anchor. The number
-    of rows is a shape: this synchronises with a GPU once a step.
+    depth drafts another label from the anchor. The number of rows is a shape: this synchronises
+    with a GPU once a step.
     """
     batch_rows, positions = labels.is_drafted().nonzero(as_tuple=True)
     count, missing = len(batch_rows), -len(batch_rows) % FULL_ROWS
