@@ -10,7 +10,7 @@ or that a recipe here trains; other files are refused, or give no row. Only the 
     a recipe's card     results (results.json), sets (*/results.json), ways (*/compare.json), served
                         (serve.json of bench_serve.py), speculators and ablations (NAME.json),
                         contexts (contexts*.json of `specheads evaluate contexts=[...]`)
-    recipes/README.md   results (of every recipe), heads (heads.json of bench_heads.py)
+    recipes/README.md   results (of every recipe), heads (heads.json and more_tokens.json)
     recipes/gpu         gpu (*.json of gpu.py)
     docs/load.md        load (serve.json of the published head)
     docs/mistakes.md    curves (metrics.jsonl of the quickstart)
@@ -87,7 +87,7 @@ def render(root: Path) -> dict[Path, str]:
     Raises:
         ValueError: A file is missing, or has no block, or more than one.
     """
-    recipes, compared = root / "recipes", []
+    recipes = root / "recipes"
     folders = sorted(path.parent for path in recipes.glob("*/recipe.yaml"))
     measured = {folder.name: read_results(Results, folder / "results.json") for folder in folders}
     blocks: dict[Path, dict[str, str]] = {}
@@ -110,11 +110,12 @@ def render(root: Path) -> dict[Path, str]:
         for name in ("speculators", "ablations"):
             if (file := folder / f"{name}.json").is_file():
                 tables[name] = rivals(file)
-        if (file := folder / "heads.json").is_file():
-            compared.append(heads(_json(file)))
+    compared = [
+        file for name in ("heads", "more_tokens") for file in sorted(recipes.glob(f"*/{name}.json"))
+    ]
     blocks[recipes / "README.md"] = {
         "results": overview(measured),
-        "heads": "\n\n".join(compared) or NOT_YET,
+        "heads": "\n\n".join(map(heads, map(_json, compared))) or NOT_YET,
     }
     if (recipes / "gpu").is_dir():
         blocks[recipes / "gpu" / "README.md"] = {"gpu": gpu(recipes / "gpu")}
@@ -474,30 +475,40 @@ def rivals(file: Path) -> str:
 def heads(compared: Mapping[str, Any]) -> str:
     """Return the tables of all kinds of head on one recipe, and what they have in common."""
     chain = from_json(Comparison, compared["chain"])
-    tuned = from_json(Comparison, compared["tuned"]) if compared.get("tuned") else None
+    tuned, clock = (
+        from_json(Comparison, compared[name]) if compared.get(name) else None
+        for name in ("tuned", "clock")
+    )
     greedy, sampled = (condition.drafters for condition in chain.conditions)
     rows: Rows = []
     for kind in sorted(chain.heads, key=lambda kind: greedy[kind].online.tokens_per_forward):
         training, parameters = compared["training"][kind], chain.heads[kind].parameters
         figures = f"{training['tokens_per_second']:,.0f}", f"{training['peak_gib']:.2f}"
         rates = rate(greedy[kind].online), rate(sampled[kind].online)
-        tree_cells = NOT_MEASURED, NOT_MEASURED
+        timed_cells = NOT_MEASURED, NOT_MEASURED
         if tuned:
             row = tuned.conditions[0].drafters[kind]
-            tree_cells = f"{rate(row.online)}, {row.num_nodes} nodes", speedup(row.speed)
-        rows.append((f"`{kind}`", f"{parameters:,}", *figures, *rates, *tree_cells))
+            timed_cells = f"{rate(row.online)}, {row.num_nodes} nodes", speedup(row.speed)
+        elif clock and (speed := clock.conditions[0].drafters[kind].speed):
+            timed_cells = f"{speed.step_overhead:.2f}", speedup(speed)
+        rows.append((f"`{kind}`", f"{parameters:,}", *figures, *rates, *timed_cells))
     tokens = next(iter(compared["training"].values()))["tokens"]
-    of_trees = f", {tuned.prompts.count} of the tuned trees" if tuned else ""
+    of_times = f", {clock.prompts.count} of the times" if clock else ""
+    of_times = f", {tuned.prompts.count} of the tuned trees" if tuned else of_times
     provenance = chain.provenance
     common = (
         f"`{compared['recipe']}` with each kind of head in turn: {tokens:,} training tokens, depth "
-        f"{chain.head.depth}, {chain.prompts.count} prompts{of_trees}, {chain.settings['dtype']}; "
+        f"{chain.head.depth}, {chain.prompts.count} prompts{of_times}, {chain.settings['dtype']}; "
         f"{provenance.hardware}, torch {provenance.versions['torch']}, commit "
         f"{_commit(provenance.git)}"
     )
     header = (
         *("head", "parameters", "training tokens/s", "peak GiB", "chain, T=0", "chain, T=1"),
-        *("tuned tree, T=0", "speed-up, tuned tree"),
+        *(
+            ("time of a step over the base's", "speed-up, chain, T=0")
+            if clock
+            else ("tuned tree, T=0", "speed-up, tuned tree")
+        ),
     )
     pairs = ratios(chain.conditions[0], [*chain.heads], "forward")
     paired = f"{pairs.title}, chain, T=0:\n\n{table(pairs.header, pairs.rows)}"
