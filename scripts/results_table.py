@@ -51,7 +51,7 @@ QUICKSTART, PUBLISHED = "smollm2", "smollm2_long"
 """Recipes of the quickstart, and of the head that is part of this repository."""
 SETS = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-Bench"}
 """Names of the public prompt sets that the published head was measured on."""
-GPU_STAGES = ("tests", "decode", "train", "smollm2", "engine", "chain_8b")
+GPU_STAGES = ("tests", "decode", "engine", "train", "smollm2", "chain_8b")
 NOT_YET, NOT_MEASURED = "not yet run", "not measured"
 NOT_PUBLISHED = "The published head was not measured."
 Rows = list[tuple[str, ...]]

@@ -395,10 +395,12 @@ class KVCache(RowCache):
 
     def next_slots(self, length: int) -> tuple[Tensor, Tensor]:
         """Return rows and slots of the next positions; computed once per forward."""
-        if self._next_slots is None or torch.compiler.is_compiling():
+        # tensors of a recording that fails have no values
+        is_recorded = self.static or torch.compiler.is_compiling()
+        if self._next_slots is None or is_recorded:
             rows = torch.arange(len(self.lengths), device=self.device)
             next_slots = rows[:, None], self.scratch(length)
-            if torch.compiler.is_compiling():
+            if is_recorded:
                 return next_slots
             self._next_slots = next_slots
         return self._next_slots

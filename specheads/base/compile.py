@@ -5,12 +5,11 @@ See docs/bases.md.
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, cast
-from weakref import WeakSet
 
 import torch
 import torch.fx.experimental._config as fx_config
@@ -23,7 +22,7 @@ EXTENT = 256
 """On CUDA a forward reads a multiple of this many slots, which limits the number of graphs."""
 WARMUP_CALLS = 2
 """Calls of a shape before its graph is recorded: they compile kernels and warm up."""
-MAX_GRAPHS, MAX_BYTES = 32, 2**30
+MAX_GRAPHS, MAX_BYTES = 64, 2**30
 """Most recordings kept per cache or drafter, and most bytes of their outputs, such as the logits of
 all nodes."""
 LARGE_BATCH = 128
@@ -64,11 +63,8 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.graphs: dict[Hashable, Any] = {}
-        """Recordings that belong to no cache and no drafter."""
-        self._pool: Any = None
-        self._alive: WeakSet[Any] = WeakSet()
-        """Recorded graphs that still exist: torch frees a memory pool with its last graph."""
+        self._stream: Any = None
+        """Stream on which graphs are recorded."""
         self._failed: set[str] = set()
         """Names of functions that cannot be recorded."""
 
@@ -96,51 +92,64 @@ class Recorder:
             recording = graphs.pop(full_key, 0)
             is_replay = isinstance(recording, Recording)
             if recording == WARMUP_CALLS and name not in self._failed:
-                recording = self._record(name, function, inputs) or recording
+                recording = self._record(graphs, name, function, inputs) or recording
             is_recorded = isinstance(recording, Recording)
             graphs[full_key] = recording if is_recorded else min(recording + 1, WARMUP_CALLS)
             # a replay adds nothing
             while not is_replay and _exceed_limits(graphs):
                 least_recently_used = next(iter(graphs))
                 del graphs[least_recently_used]
-            return recording(function, inputs) if is_recorded else function(*inputs)
+            if is_recorded:
+                return recording(function, inputs)
+            # a compiler tells a copy from a tensor of inference mode
+            return function(*map_tensors(_copy_contiguous, inputs))
 
     def _record(
-        self, name: str, function: Callable[..., Any], inputs: tuple[Any, ...]
+        self,
+        graphs: dict[Hashable, Any],
+        name: str,
+        function: Callable[..., Any],
+        inputs: tuple[Any, ...],
     ) -> "Recording | None":
         """Record a function over copies of its inputs; None, with a warning, if that fails."""
         fixed = map_tensors(_copy_contiguous, inputs)
-        if not any(tensor.is_cuda for tensor in tensors_in(fixed)):
-            return Recording(fixed)
+        device = tensors_in(fixed)[0].device
+        if device.type != "cuda":
+            return Recording(name, fixed)
+        recordings = [entry for entry in graphs.values() if isinstance(entry, Recording)]
+        # a replay overwrites all other memory of its pool, and with it what another function
+        # returned in this step; torch frees a pool with its last graph
+        pools = [recording.graph.pool() for recording in recordings if recording.name == name]
+        pool = pools[0] if pools else torch.cuda.graph_pool_handle()
+        self._stream = self._stream or torch.cuda.Stream(device)
         graph = torch.cuda.CUDAGraph()
-        if not self._alive:
-            self._pool = torch.cuda.graph_pool_handle()
+        # prefetching threads may allocate memory meanwhile
+        capture = torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
         try:
-            # prefetching threads may allocate memory meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            # the outer context leaves the stream if the end of the capture fails
+            with torch.cuda.stream(self._stream), capture:
                 outputs = function(*_rebuilt(fixed))
         except RuntimeError as error:
+            with suppress(RuntimeError):
+                # torch would refuse to free memory from now on
+                torch._C._cuda_endAllocateToPool(device.index, pool)
             self._failed.add(name)
-            reason = str(error).splitlines()[0][:160]
+            # the end of the capture hides the first error
+            reason = str(error.__context__ or error).splitlines()[0][:160]
             warnings.warn(f"{name} runs without a CUDA graph: {reason}", stacklevel=2)
             return None
-        self._alive.add(graph)
-        return Recording(fixed, outputs, graph)
+        return Recording(name, fixed, outputs, graph)
 
 
 @dataclass(slots=True)
 class Recording:
     """A recorded function: its copies of the inputs, its outputs, and its CUDA graph."""
 
+    name: str
     inputs: tuple[Any, ...]
     outputs: Any = None
     graph: Any = None
     """None on a CPU."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the outputs."""
-        return sum(tensor.nbytes for tensor in tensors_in(self.outputs))
 
     def __call__(self, function: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         """Return the outputs for new inputs; without a graph the function is called again."""
@@ -155,8 +164,8 @@ class Recording:
 
 
 def _exceed_limits(graphs: Mapping[Hashable, Any]) -> bool:
-    recordings = [graph for graph in graphs.values() if isinstance(graph, Recording)]
-    num_bytes = sum(recording.num_bytes for recording in recordings)
+    outputs = [graph.outputs for graph in graphs.values() if isinstance(graph, Recording)]
+    num_bytes = sum(tensor.nbytes for tensor in tensors_in(outputs))
     return len(graphs) > MAX_GRAPHS or (len(graphs) > 1 and num_bytes > MAX_BYTES)
 
 

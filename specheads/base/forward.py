@@ -79,6 +79,8 @@ class Verification:
     logits: Float[Tensor, "batch node vocab"]
     features: Features
     ancestors: Bool[Tensor, "batch node node"]
+    outputs: TreeOutput
+    """Logits, hidden states and streams, with the further rows of a padded batch."""
 
 
 def logits_and_output(
@@ -220,28 +222,29 @@ class Forwards:
         cache.reserve(2, [1])
         verification = self._verify_reserved(TokenTree(tokens, absent), cache, aux_layers)
         features = verification.features.gather(absent[:, :1] + 1)
-        return Verification(verification.logits[:, :1], features, verification.ancestors[:, :1, :1])
+        logits, ancestors = verification.logits[:, :1], verification.ancestors[:, :1, :1]
+        return Verification(logits, features, ancestors, (logits, features.hidden, features.aux))
 
     def _verify_reserved(
         self, tree: TokenTree, cache: RowCache, aux_layers: AuxLayers
     ) -> Verification:
         ancestors, graphs = tree.ancestors(), self.graphs
+        num_rows = len(tree.tokens)
         if graphs is None or not cache.static:
-            logits, hidden, aux = self.forward_tree(cache, aux_layers, tree.tokens, ancestors)
+            outputs = self.forward_tree(cache, aux_layers, tree.tokens, ancestors)
         else:
 
             def forward(tokens: Tensor, ancestors: Tensor, *places: Tensor) -> TreeOutput:
                 with cache.at(places):
                     return self.forward_tree(cache, aux_layers, tokens, ancestors)
 
-            num_rows = len(tree.tokens)
             nodes = tree.tokens, ancestors
             if places := cache.places(padded_rows(num_rows)):
                 nodes = pad_batch(nodes, num_rows)
             key = ("verification", cache.end, aux_layers, self.num_merges)
             outputs = graphs(cache.graphs, key, forward, (*nodes, *places), cache.buffers)
-            logits, hidden, aux = map_tensors(lambda tensor: tensor[:num_rows], outputs)
-        return Verification(logits, Features(hidden, aux, tree.tokens), ancestors)
+        logits, hidden, aux = map_tensors(lambda tensor: tensor[:num_rows], outputs)
+        return Verification(logits, Features(hidden, aux, tree.tokens), ancestors, outputs)
 
     @torch.no_grad()
     def prefill(

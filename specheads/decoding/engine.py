@@ -3,17 +3,17 @@
 See docs/serve.md.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from specheads.base.cache import CHAINS_ONLY, RowCache
-from specheads.base.compile import MAX_BYTES
+from specheads.base.compile import MAX_BYTES, WARMUP_CALLS, padded_rows
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError, require_integer
-from specheads.core.machine import device_bytes
+from specheads.core.machine import device_bytes, process_bytes
 from specheads.decoding import accept
 from specheads.decoding.cost import RequestRates, RowLoad, StepLoad
 from specheads.decoding.detokenize import TextStream
@@ -23,6 +23,9 @@ from specheads.decoding.request import Request, group_by_length, split_stop
 from specheads.decoding.suffix_decoding import SuffixAutomaton
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import Tuned
+
+RECORDED_BYTES = 2 * MAX_BYTES
+"""Memory that is left free for recordings: those of a cache, and those of drafts."""
 
 
 def can_verify(base: FrozenBase, tree: policies.TreePolicy) -> bool:
@@ -250,9 +253,7 @@ class Engine:
         logits = base.vocab_size + (self.drafter.drafted_size if self.drafter else 0)
         node_bytes = (self.max_length + num_nodes + logits) * base.dtype.itemsize + num_nodes
         row_bytes = cache_bytes + base.state_bytes + num_nodes * node_bytes
-        # recordings of a cache, and of drafts and acceptance
-        recorded = 2 * MAX_BYTES if base.static else 0
-        return int((device_bytes(base.device) - recorded) / row_bytes)
+        return int((device_bytes(base.device) - RECORDED_BYTES * base.static) / row_bytes)
 
     def submit(self, request: Request) -> Stream:
         """Append a request to the queue; raise a ValueError if it can never be decoded."""
@@ -299,6 +300,34 @@ class Engine:
         if stream.finish_reason is None:
             self.waiting.append(stream)
         return stream
+
+    def record_steps(
+        self, prompt_tokens: int = 1, progress: Callable[[Any], Iterable[int]] = iter
+    ) -> list[int]:
+        """Record the greedy steps of all batch sizes, which the first requests would do otherwise.
+
+        Requests of `prompt_tokens` tokens are decoded and cancelled, the largest batch first. Sizes
+        are powers of two and `max_batch`, as far as `RECORDED_BYTES` are enough; they are returned.
+        The engine must be idle. `progress` may show a bar: `rich.progress.track`.
+        """
+        device, sizes, num_bytes = self.base.device, list[int](), 0
+        # a draft after the prompt has another shape, and acceptance reads recorded logits
+        num_steps = 2 * WARMUP_CALLS + 1
+        limit = (num_steps + 1) * (self.tree.depth + 1)
+        request = Request(prompt=[0] * prompt_tokens, max_new_tokens=limit, eos_ids=())
+        for power in progress(range(padded_rows(self.max_batch).bit_length())[::-1]):
+            if num_bytes < RECORDED_BYTES:
+                sizes.append(min(2**power, self.max_batch))
+                streams = [self.submit(request) for _ in range(sizes[-1])]
+                self.step()
+                # without the memory of the rows
+                before = process_bytes(device)
+                for _ in range(num_steps):
+                    self.step()
+                num_bytes += process_bytes(device) - before
+                for stream in streams:
+                    stream.cancel()
+        return sizes
 
     def run(self) -> None:
         """Decode until all requests are done."""

@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from specheads.base.cache import RowCache, upload
-from specheads.base.compile import map_tensors, tensors_in
+from specheads.base.compile import map_tensors, pad_batch, padded_rows, tensors_in
 from specheads.base.forward import Verification
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Memory
-from specheads.core.features import Committed
+from specheads.core.features import Committed, Features
 from specheads.core.kernels import without_cudnn_attention
 from specheads.core.machine import synchronise
 from specheads.core.tree import TokenTree
@@ -245,13 +245,15 @@ def accept_drafts(
     recorder, cache = base.forwards.graphs, state.cache
     if recorder is None or not cache.static:
         return tree, acceptance(tree, verified.logits, verified.ancestors, state.sampling), None
-    noise = state.sampling.noise
+    noise, num_rows = state.sampling.noise, len(tree.tokens)
 
     def accept(
         tree: TokenTree, sampling: SamplingState, *places: Tensor
     ) -> tuple[TokenTree, Verdict, Committed]:
         sampling.noise = noise
-        verdict = acceptance(tree, verified.logits, tree.ancestors(), sampling)
+        # a recording has as many rows as the outputs
+        outputs = map_tensors(lambda tensor: tensor[: len(tree.tokens)], verified.outputs)
+        verdict = acceptance(tree, outputs[0], tree.ancestors(), sampling)
         path = verdict.path[:, : depth + 1]
         with cache.at(places):
             cache.move(path)
@@ -259,19 +261,20 @@ def accept_drafts(
         is_node = torch.arange(1, path.shape[1] + 1, device=path.device) < verdict.count[:, None]
         tokens = tree.tokens.gather(1, path.roll(-1, dims=1))
         tokens = torch.where(is_node, tokens, verdict.bonus[:, None])
-        features = replace(verified.features, tokens=tree.tokens).gather(path)
+        features = Features(*outputs[1:], tokens=tree.tokens).gather(path)
         return tree, verdict, Committed(features, tokens, verdict.count)
 
     tree = replace(tree, ancestor_mask=verified.ancestors)
-    places = cache.places(len(tree.tokens))
     if state.sampling.has_processors or acceptance not in RULES.values():
-        return accept(tree, state.sampling, *places)
+        return accept(tree, state.sampling, *cache.places(num_rows))
     branches = tree.branch_sampling and tree.branch_sampling.branches
     key = ("acceptance", acceptance, depth, branches, *state.sampling.shape_key)
-    inputs = tree, state.sampling.draft_inputs(), *places
-    outputs = verified.logits, verified.features.hidden, verified.features.aux, noise
-    buffers = [*cache.buffers, *tensors_in(outputs)]
-    return recorder(recorder.graphs, key, accept, inputs, buffers)
+    inputs = tree, state.sampling.draft_inputs()
+    if places := cache.places(padded_rows(num_rows)):
+        inputs = pad_batch(inputs, num_rows)
+    buffers = [*cache.buffers, *tensors_in((verified.outputs, noise))]
+    accepted = recorder(cache.graphs, key, accept, (*inputs, *places), buffers)
+    return map_tensors(lambda tensor: tensor[:num_rows], accepted)
 
 
 def copy_to_host(tree: TokenTree, verdict: Verdict) -> list[list[int]]:

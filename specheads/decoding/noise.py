@@ -85,9 +85,12 @@ def gumbel(
     return products.mul_(-(2.0**-63) * below_one).log1p_().neg_().log_().neg_()
 
 
-@functools.lru_cache(maxsize=8)
+@functools.cache
 def constants(size: int, device: torch.device) -> Int64[Tensor, " vocab"]:
-    """Return a random odd number for each token; it does not depend on the size."""
+    """Return a random odd number for each token; it does not depend on the size.
+
+    CUDA graphs read it at its address.
+    """
     return bits(torch.arange(size, device=device)) | 1
 
 

@@ -53,11 +53,12 @@ class DraftRecorder:
         num_rows, time = committed.next_tokens.shape
         num_read = memory.fix_shapes(time, longest) if memory is not None else None
         fixed = self._fix(drafter, memory, num_rows)
-        current = copy(fixed)
-        if current is not None:
-            current.num_read = num_read
 
         def draft(committed: Committed, sampling: SamplingState) -> tuple[TokenTree, Tensor | None]:
+            # one for each call: a recording that fails leaves lengths without values
+            current = copy(fixed)
+            if current is not None:
+                current.num_read = num_read
             drafted = tree.grow(drafter, committed, current, sampling)
             if current is not None:
                 # its other tensors are written in place
@@ -69,11 +70,8 @@ class DraftRecorder:
         buffers = [*tensors_in(fixed), *module.parameters(), *module.buffers()]
         key = ("drafting", tree, num_read, *sampling.shape_key)
         inputs = pad_batch((committed, sampling.draft_inputs()), num_rows)
-        outputs = self.recorder(self.graphs, key, draft, inputs, buffers)
-        (drafted, sampling.noise), memory = map_tensors(
-            lambda tensor: tensor[:num_rows], (outputs, fixed)
-        )
-        return drafted, memory
+        drafted, sampling.noise = self.recorder(self.graphs, key, draft, inputs, buffers)
+        return map_tensors(lambda tensor: tensor[:num_rows], (drafted, fixed))
 
     def _fix(self, drafter: Drafter, memory: Any, num_rows: int) -> Any:
         """Return a memory with the content of this one, at addresses that stay."""

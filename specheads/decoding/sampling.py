@@ -205,7 +205,7 @@ class SamplingState:
     def shape_key(self) -> tuple[Any, ...]:
         """What the operations of a draft depend on, apart from tensors."""
         groups = [_group_settings(settings) for settings, _ in self._groups]
-        return (self.greedy, self.any_sampled, self.all_sampled, self.depth, *groups)
+        return (self.coupled, self.greedy, self.any_sampled, self.all_sampled, self.depth, *groups)
 
     def draft_inputs(self) -> "SamplingState":
         """Return a copy with what drafts and acceptance read, if no row has processors.
@@ -341,7 +341,8 @@ class SamplingState:
             gumbels = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
             gumbels = gumbels.unflatten(0, keys.shape)
             self.noise = gumbels if self.all_sampled else gumbels * self.is_sampled[:, None, None]
-        return self.noise
+        # that of a recorded draft may have the further rows of a padded batch
+        return self.noise[: len(self.lengths)]
 
     def _paths(self, tree: TokenTree, ancestors: Ancestors) -> tuple[Paths, Nodes | None]:
         """Return the tokens from the root to each node, and their number where it matters.

@@ -3,14 +3,25 @@
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.progress import track
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from specheads.base.compile import Recorder, Recording, map_tensors, tensors_in
+from specheads.base.compile import (
+    WARMUP_CALLS,
+    Recorder,
+    Recording,
+    map_tensors,
+    tensors_in,
+)
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.decoding.draft_model import DraftModel
@@ -56,17 +67,63 @@ class Counting(Recorder):
         super().__init__()
         self.recorded, self.called = list[str](), list[str]()
         self.shapes = list[tuple[Any, ...]]()
-        """Of the inputs of each recorded draft."""
+        """Name and shapes of the inputs of each recorded function."""
 
     def __call__(self, graphs: Any, key: Any, *args: Any) -> Any:
         self.called.append(key[0])
         return super().__call__(graphs, key, *args)
 
-    def _record(self, name: str, function: Any, inputs: Any) -> Recording | None:
+    def _record(self, graphs: Any, name: str, function: Any, inputs: Any) -> Recording | None:
         self.recorded.append(name)
-        if name == "drafting":
-            self.shapes.append(tuple(tensor.shape for tensor in tensors_in(inputs)))
-        return super()._record(name, function, inputs)
+        self.shapes.append((name, *(tensor.shape for tensor in tensors_in(inputs))))
+        return super()._record(graphs, name, function, inputs)
+
+
+@dataclass
+class Capture:
+    """The operations of a function, which stand for a CUDA graph: its Python code does not run."""
+
+    operations: Callable[..., list[Tensor]]
+    recording: Recording
+    graphs: dict[Hashable, Any]
+
+    def replay(self) -> None:
+        """Compute the outputs, and overwrite those of all recordings in the same pool before."""
+        for entry in self.graphs.values():
+            if isinstance(entry, Recording) and entry.name == self.recording.name:
+                for tensor in tensors_in(entry.outputs):
+                    # no token or index is as large
+                    tensor.fill_(torch.nan if tensor.is_floating_point() else 2**40)
+        outputs = self.operations(*tensors_in(self.recording.inputs))
+        for target, source in zip(tensors_in(self.recording.outputs), outputs, strict=True):
+            target.copy_(source)
+
+
+class Capturing(Counting):
+    """Records as CUDA does: operations at fixed addresses, with the numbers of Python as they were.
+
+    They are traced with FakeTensorMode, so a function that reads a value of a tensor raises.
+    """
+
+    def _record(self, graphs: Any, name: str, function: Any, inputs: Any) -> Recording | None:
+        recording = super()._record(graphs, name, function, inputs)
+        assert recording is not None
+        results = []
+
+        def launch(*tensors: Tensor) -> list[Tensor]:
+            iterator = iter(tensors)
+            results.append(function(*map_tensors(lambda _: next(iterator), recording.inputs)))
+            return tensors_in(results[0])
+
+        # weights and caches are not fake, and stay at their addresses
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        tensors = [fake.from_tensor(tensor) for tensor in tensors_in(recording.inputs)]
+        operations = make_fx(launch, tracing_mode="fake")(*tensors)
+        recording.outputs = map_tensors(
+            lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), results[0]
+        )
+        recording.graph = Capture(operations, recording, graphs)
+        return recording
 
 
 def recording_base(recorder: Recorder) -> FrozenBase:
@@ -87,9 +144,11 @@ def decode(base: FrozenBase, drafter: Drafter | None, **settings: Any) -> Decodi
     return generate(base, drafter, tiny.prompts(), **settings)
 
 
-def check_equal(drafter: Drafter | None, **settings: Any) -> Counting:
+def check_equal(
+    drafter: Drafter | None, recorder_class: type[Counting] = Counting, **settings: Any
+) -> Counting:
     """Decode with and without recordings; return what was recorded."""
-    recorder = Counting()
+    recorder = recorder_class()
     base = recording_base(recorder)
     expected = decode(tiny.base(), drafter, **settings)
     # the second time reuses memory and recordings of the first
@@ -119,6 +178,46 @@ def test_recorded_drafts_of_every_tree_and_law_are_the_eager_ones(tree: str, law
 def test_recorded_steps_of_the_base_alone_are_the_eager_ones() -> None:
     recorder = check_equal(None)
     assert "acceptance" in recorder.recorded
+
+
+FUNCTIONS = {"drafting", "verification", "acceptance"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in ("dspark", "mlp_speculator") else pytest.mark.slow)
+        for kind in kinds()
+    ],
+)
+def test_steps_of_every_head_replay_without_python_code(kind: str) -> None:
+    recorder = check_equal(head(kind), Capturing, tree=TREES["static"])
+    assert {*recorder.recorded} == FUNCTIONS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("tree", TREES)
+def test_steps_of_every_tree_and_law_replay_without_python_code(tree: str, law: str) -> None:
+    check_equal(head("mlp_speculator"), Capturing, tree=TREES[tree], sampling=LAWS[law])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", RULES)
+def test_every_rule_replays_without_python_code(acceptance: str) -> None:
+    settings = {"sampling": [LAWS["greedy"], LAWS["sampled"], LAWS["penalised"]]}
+    check_equal(
+        head("redrafter"), Capturing, tree=TREES["sampled"], acceptance=acceptance, **settings
+    )
+
+
+def test_a_function_that_reads_a_value_cannot_be_captured() -> None:
+    recorder, graphs, inputs = Capturing(), {}, (torch.ones(2),)
+    arguments = graphs, ("read",), lambda x: x * x.sum().item(), inputs
+    for _ in range(WARMUP_CALLS):
+        recorder(*arguments)
+    with pytest.raises(DataDependentOutputException):
+        recorder(*arguments)
 
 
 class Alternating(policies.TreePolicy):
@@ -180,12 +279,17 @@ def test_recorded_drafts_with_a_window_or_in_parallel_are_the_eager_ones(
     check_equal(make({"kind": "eagle3", **settings}, tiny.base()), tree=TREES["static"])
 
 
+@pytest.mark.parametrize("recorder_class", [Counting, Capturing])
+@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize(
     "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_KINDS)]
 )
-def test_rows_that_join_and_leave_record_nothing_again(kind: str) -> None:
-    recorder, drafter = Counting(), head(kind)
+def test_rows_that_join_and_leave_record_nothing_again(
+    kind: str, paged: bool, recorder_class: type[Counting]
+) -> None:
+    recorder, drafter = recorder_class(), head(kind)
     base = recording_base(recorder)
+    pool = base.pool(64, block_size=4) if paged else None
     prompts = [tiny.prompts()[1][:length] for length in (5, 9, 4, 3, 8, 11)]
     limits = (9, 24, 15, 30, 6, 12)
     requests = [
@@ -193,7 +297,8 @@ def test_rows_that_join_and_leave_record_nothing_again(kind: str) -> None:
         for prompt, limit in zip(prompts, limits, strict=True)
     ]
     for _ in range(3):
-        engine = Engine(base, drafter, tree=TREES["static"], max_batch=4, max_length=64)
+        settings = {"tree": TREES["static"], "max_batch": 4, "max_length": 64, "pool": pool}
+        engine = Engine(base, drafter, **settings)
         streams = [engine.submit(request) for request in requests[:3]]
         for _ in range(3):
             engine.step()
@@ -203,7 +308,8 @@ def test_rows_that_join_and_leave_record_nothing_again(kind: str) -> None:
             alone = generate(tiny.base(), None, [prompt], max_new_tokens=limit)
             assert stream.tokens == alone.tokens[0]
     # one, two, and three or four rows, each recorded once
-    assert 3 <= len({*recorder.shapes}) == len(recorder.shapes) <= 6
+    padded = [shapes for shapes in recorder.shapes if paged or shapes[0] == "drafting"]
+    assert 3 <= len({*padded}) == len(padded) <= (14 if paged else 6)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("mlp_speculator", marks=pytest.mark.slow)])
@@ -216,7 +322,26 @@ def test_a_recorded_paged_engine_gives_the_steps_of_an_eager_one(kind: str) -> N
     for _ in range(2):
         assert decode(base, drafter, pool=pool, **settings).steps == expected.steps
         assert pool.num_free == pool.num_blocks
-    assert {*recorder.recorded} == {"drafting", "verification", "acceptance"}
+    assert {*recorder.recorded} == FUNCTIONS
+
+
+@pytest.mark.parametrize("kind", ["mlp_speculator", pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("paged", [False, True])
+def test_an_engine_records_all_batch_sizes_before_its_first_request(kind: str, paged: bool) -> None:
+    recorder, settings = Counting(), {"tree": TREES["static"], "max_batch": 3, "max_length": 64}
+    base = recording_base(recorder)
+    pool = base.pool(64, block_size=4) if paged else None
+    engine = Engine(base, head(kind), pool=pool, **settings)
+    assert engine.record_steps(progress=track) == [3, 2, 1]
+    num_recorded = len(recorder.recorded)
+    limits = (6, 12, 24)
+    streams = [
+        engine.submit(Request(prompt=tiny.prompts()[0], max_new_tokens=limit)) for limit in limits
+    ]
+    engine.run()
+    alone = generate(tiny.base(), None, tiny.prompts()[:1], max_new_tokens=24).tokens[0]
+    assert [stream.tokens for stream in streams] == [alone[:limit] for limit in limits]
+    assert len(recorder.recorded) == num_recorded > 6
 
 
 def test_two_engines_with_one_head_do_not_share_a_memory() -> None:

@@ -19,7 +19,7 @@ REHEARSAL = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny"]
 @pytest.fixture
 def report(script: ModuleType, tmp_path: Path) -> Any:
     options = argparse.Namespace(out=tmp_path, stage="decode", device="cpu", tiny=True, commit="")
-    options.seconds = 60.0
+    options.seconds, options.eager = 60.0, False
     return script.Report(options)
 
 
@@ -109,6 +109,31 @@ def test_killed_stage_leaves_its_numbers_and_the_other_stages(tmp_path: Path):
     assert "engine: done" in printed
     assert len(read_stage(tmp_path, "train")["values"]) < 3
     assert read_stage(tmp_path, "engine")["values"]["batch_1_context_16"][0]["alone"]["steps"] > 0
+
+
+def test_a_function_without_its_cuda_graph_has_failed(report: Any, tmp_path: Path):
+    report.warn("verification runs without a CUDA graph: no memory", UserWarning, "compile.py", 1)
+    report.warn("torch is slow", UserWarning, "torch.py", 1)
+    assert list(read_stage(tmp_path, "decode")["failed"]) == ["verification"]
+
+
+def test_a_stage_with_an_error_of_cuda_runs_again_without_graphs(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stages = []
+    # the stages get a folder of their own
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def fail(stage: str, options: argparse.Namespace, seconds: float) -> bool:
+        assert seconds > 0
+        stages.append(script.file_stem(stage, options))
+        (tmp_path / f"{stages[-1]}.log").write_text("AcceleratorError: CUDA error: illegal access")
+        return False
+
+    monkeypatch.setattr(script, "_stage_process", fail)
+    words = ["--out", str(tmp_path), "--device", "cpu", "--stages", "decode", "engine"]
+    assert script._run_stages(script._parse(words), str(tmp_path)) == ["decode", "engine"]
+    assert stages == ["decode", "decode-eager", "engine", "engine-eager"]
 
 
 def test_a_speed_up_above_its_tokens_per_forward_gets_no_row(report: Any, tmp_path: Path):
