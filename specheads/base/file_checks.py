@@ -106,6 +106,7 @@ ROPE = {"rope_scaling", "rope_theta", "rope_parameters", "partial_rotary_factor"
 """Settings that transformers moves into `rope_parameters`."""
 
 COMPUTED: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_rotary_emb": 64},
     "codegen": {"rotary": True, "scale_attn_weights": True},
     "cohere2": {
         "order_of_interleaved_layers": "local_attn_first",
@@ -115,8 +116,18 @@ COMPUTED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"scoring_func": "softmax"},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "gptj": {"rotary": True, "scale_attn_weights": True},
+    "granitemoehybrid": {"normalization_function": "rmsnorm"},
     "hunyuan_v1_dense": {"norm_type": "rms", "use_qk_norm": True, "use_rotary_pos_emb": True},
+    "jamba": {"mamba_inner_layernorms": True},
+    "kimi_linear": {
+        **{"moe_router_activation_func": "sigmoid", "use_grouped_topk": True},
+        "rope_theta": 10_000,
+    },
+    "lfm2": {"block_use_swiglu": True},
     "llama": {"activation": "swiglu"},
+    "mamba": {"rms_norm": True},
+    "mamba2": {"rms_norm": True},
+    "nemotron_h": {"rope_theta": 10_000},
     "stablelm": {"rope_pct": 0.25},
     "starcoder2": {
         "activation_function": "gelu",

@@ -62,6 +62,8 @@ WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_windo
         ("llama3", {"rope_scaling": {"type": "warp"}}, "rope_type='warp'", {"rope_scaling": None}),
         ("llama3.1", {"rope_scaling": LLAMA3 | {"mscale": 0.7}}, "rope.mscale=0.7", {}),
         ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func='softmax'", {}),
+        ("granite4", {"normalization_function": "layernorm"}, "tion_function='layernorm'", {}),
+        ("lfm2", {"block_use_swiglu": False}, "block_use_swiglu=False", {}),
         ("llava-1.5", {"text_config": VICUNA | {"residual_multiplier": 0.2}}, "residual_mul", {}),
     ],
 )
