@@ -15,8 +15,8 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.export.layouts._shared import Layout
 
-STATEFUL_ENGINES = ("sglang", "speculators", "vllm")
-"""Engines that roll back the states of the bases in `SERVED`."""
+STATEFUL_ENGINES = ("base", "sglang", "speculators", "vllm")
+"""Layouts for engines that roll back the states of the bases in `SERVED`."""
 
 
 def engines() -> list[str]:

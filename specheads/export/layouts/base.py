@@ -44,8 +44,8 @@ def checkpoint(base: BaseEnds) -> Path:
 
 def write(head: Head, base: BaseEnds, out: Path) -> Folder:
     """Return the tensors of the module, by the names and in the dtypes of the base's own."""
-    folder, stored, gate = checkpoint(base), copy_head(head), head.config.output_gate
-    weights = to_public(head.state_dict(), output_gate=gate)
+    folder, stored = checkpoint(base), copy_head(head)
+    weights = to_public(head.state_dict(), head.config)
     base_tensors = read_tensors(folder)
     _, names = module_names(base_tensors)
     tensors = {
@@ -53,7 +53,7 @@ def write(head: Head, base: BaseEnds, out: Path) -> Folder:
         for public, name in names.items()
     }
     rounded = {name: tensors[public] for public, name in names.items()}
-    stored.load_state_dict(from_public(rounded, output_gate=gate))
+    stored.load_state_dict(from_public(rounded, head.config))
     settings = {"method": "mtp", "num_speculative_tokens": drafted_tokens(head)}
     config = shlex.quote(json.dumps(settings))
     line = f"{VLLM_SERVER} {shlex.quote(str(out))} --speculative-config {config}"
