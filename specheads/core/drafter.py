@@ -159,6 +159,9 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     num_candidates: int = 0
     """Number of tokens of each level, those with the largest products of the first `width` entries
     of a state and its `projection`, among which it selects; zero is all tokens."""
+    uncorrected_loss: float = 0.0
+    """Share of the loss of its logits without the correction, at the first step of a phase; it
+    falls linearly to zero. The first `width` entries of its states need no correction."""
     base_fingerprint: str = ""
     """Fingerprint of the base it was trained on: see base/fingerprint.py. Empty if unknown."""
 

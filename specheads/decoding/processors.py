@@ -98,7 +98,10 @@ class AllowedTokens(LogitsProcessor):
                 f"prefix_allowed_tokens_fn must return token ids from 0 to {vocab_size - 1}, got "
                 f"{lowest if lowest < 0 else highest}; use this base's own tokenizer"
             )
-        return torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, token_ids, True)
+        mask = torch.zeros(vocab_size, dtype=torch.bool)
+        # as in transformers: also 32 bits, or a mask of the vocabulary
+        mask[token_ids] = True
+        return mask
 
 
 def build_processors(

@@ -156,7 +156,13 @@ def push(
             texts = {path: text for path, text in files.items() if isinstance(text, bytes)}
             texts |= dict.fromkeys(old, b"")
             for path in sorted(present.intersection(texts) - ours):
-                _refuse_edited(path, _download(api, repo, path), texts[path], hashes or {}, repo)
+                published = _download(api, repo, path)
+                if published != texts[path] and text_hash(published) != (hashes or {}).get(path):
+                    raise InputError(
+                        f"a push replaces no text of others, and {repo} holds {path}, which "
+                        "specheads did not write or which was edited; save it, and push with "
+                        "overwrite=true"
+                    )
         operations = [
             *(CommitOperationAdd(path, content) for path, content in files.items()),
             *(CommitOperationDelete(name) for name in old),
@@ -183,17 +189,6 @@ def _pushed_hashes(api: HfApi, repo: str) -> dict[str, str] | None:
         if {"settings", "provenance"} <= training.keys():
             return {**training.get("files", {})}
     return None
-
-
-def _refuse_edited(
-    path: str, published: bytes, text: bytes, hashes: Mapping[str, str], repo: str
-) -> None:
-    """Refuse to replace a text that specheads did not write, or that was edited since its push."""
-    if published != text and text_hash(published) != hashes.get(path):
-        raise InputError(
-            f"a push replaces no text of others, and {repo} holds {path}, which specheads did not "
-            "write or which was edited; save it, and push with overwrite=true"
-        )
 
 
 def _explain(repo: str, error: BaseException) -> str:

@@ -130,11 +130,12 @@ class Objective(nn.Module):
         project: Callable[[Tensor], Tensor],
         phase: Phase,
         counts: LabelCounts | None = None,
+        progress: float = 1.0,
     ) -> DepthLoss:
         """Return the loss of every depth over `labels`, a part of the batch's.
 
         `project` turns the base's hidden states into its logits. None as `counts` counts the labels
-        of this batch.
+        of this batch. `progress` in the phase is zero at its first step and one at its last.
         """
         counts = counts or labels.count(batch)
         drafting = drafting_positions(self.head, labels)
@@ -159,13 +160,15 @@ class Objective(nn.Module):
         if len(targets) < len(states):
             targets *= len(states)
         with record_function("loss"):
-            loss = self._loss(states, targets, phase)
+            loss = self._loss(states, targets, phase, progress)
         # a label outside the draft vocabulary counts as rejected
         share = counts.drafted / counts.labelled.clamp(min=1)
         return loss._replace(agreement=loss.agreement * share)
 
-    def _loss(self, states: list[Tensor], targets: list[Targets], phase: Phase) -> DepthLoss:
-        """Return the loss of all depths, with those of a selector and a confidence head."""
+    def _loss(
+        self, states: list[Tensor], targets: list[Targets], phase: Phase, progress: float
+    ) -> DepthLoss:
+        """Return the loss of all depths, with the further losses of some kinds."""
         projections, loss = self.head.projections(), loss_of_phase(phase)
         weights = weights_of_depths(len(states), phase.decay)
         selects = self.head.num_candidates > 0
@@ -174,6 +177,13 @@ class Objective(nn.Module):
         if selects:
             by_depth = selector_loss(self.head, states, targets)
             return result._replace(total=result.total + weighted_sum(by_depth, weights))
+        share = self.head.uncorrected_loss * (1 - progress)
+        if share > 0:
+            # a correction of zeros is none
+            width = self.head.width
+            plain = [F.pad(state[:, :width], (0, state.shape[1] - width)) for state in states]
+            total = depth_loss(plain, projections, targets, loss=loss, weights=weights).total
+            return result._replace(total=(1 - share) * result.total + share * total)
         confidence = [self.head.confidence_logits(state) for state in states]
         predicted = [logits for logits in confidence if logits is not None]
         if not predicted:

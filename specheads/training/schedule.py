@@ -67,10 +67,13 @@ class ScheduledPhase:
 
         Source: arXiv:2401.10774, section 2.3.2, for the sine.
         """
-        joint, last_step = self.settings.joint, self.settings.steps - 1
+        joint, progress = self.settings.joint, self.progress(step)
         assert joint
-        elapsed = (step - self.first) / max(last_step, 1)
-        return joint.head_weight * (math.sin(math.pi / 2 * elapsed) if joint.ramp == "sine" else 1)
+        return joint.head_weight * (math.sin(math.pi / 2 * progress) if joint.ramp == "sine" else 1)
+
+    def progress(self, step: int) -> float:
+        """Return how far a step is in this phase: zero is the first step, one is the last."""
+        return (step - self.first) / max(self.settings.steps - 1, 1)
 
 
 def schedule_phases(schedule: Schedule) -> list[ScheduledPhase]:

@@ -277,8 +277,16 @@ def test_constraint_reaches_drafts_and_is_called_once_for_a_prefix():
     assert steps <= 5 * 13
 
 
-@pytest.mark.parametrize("collect", [set, torch.tensor])
-def test_allowed_tokens_may_be_a_set_or_a_tensor(collect):
+def in_32_bits(tokens: list[int]) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.int32)
+
+
+def as_mask(tokens: list[int]) -> Tensor:
+    return torch.isin(torch.arange(VOCAB), torch.tensor(tokens))
+
+
+@pytest.mark.parametrize("collect", [set, torch.tensor, in_32_bits, as_mask])
+def test_allowed_tokens_may_be_a_set_a_tensor_or_a_mask(collect):
     def answer(form: Callable[[list[int]], Any]) -> list[list[int]]:
         settings = Sampling(prefix_allowed_tokens_fn=lambda _, text: form([1, len(text) % 5]))
         return generate(

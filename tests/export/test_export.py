@@ -92,6 +92,10 @@ VARIANTS = {
         },
         {"num_layers": 1, "attention_sink": True},
     ],
+    "domino": [
+        {**GROUPED, "num_layers": 1, "gru_hidden_dim": 6, "emb_dim": 5},
+        {"num_layers": 2, "gru_hidden_dim": 6, "mask_token": 7, "uncorrected_loss": 0.0},
+    ],
     "dspark": [
         {**GROUPED, "num_layers": 1, "markov_rank": 5},
         {"sample_from_anchor": False, "num_layers": 1, "mask_token": 7, "markov_rank": 5},
@@ -600,6 +604,7 @@ MASKS, ANCHOR = {"sample_from_anchor": False}, {"sample_from_anchor": True}
         ("dspark", "llama_cpp", MASKS, SHALLOW, "draft-dspark .*n-max 3$"),
         ("dflash", "sglang", {}, SHALLOW, "-algorithm DFLASH .*-num-draft-tokens 4$"),
         ("dspark", "sglang", {}, SHALLOW, "-algorithm DSPARK .*-num-draft-tokens 4$"),
+        ("domino", "sglang", {}, SHALLOW, "-algorithm DFLASH .*-num-draft-tokens 3$"),
     ],
 )
 def test_serving_command_drafts_the_right_number_of_tokens(

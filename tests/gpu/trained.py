@@ -14,6 +14,7 @@ DEPTH = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "dflash": {"num_layers": 1},
     "dflash2": {"num_layers": 1},
+    "domino": {"num_layers": 1, "gru_hidden_dim": 32},
     "dspark": {"num_layers": 1},
     "hydra_heads": {"num_layers": 1},
 }

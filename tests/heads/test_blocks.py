@@ -1,4 +1,4 @@
-"""DFlash, DFlash 2 and DSpark: the numbers of their projects, and drafts from anchors only."""
+"""DFlash, DFlash 2, Domino and DSpark: their projects' numbers, and drafts from anchors only."""
 
 import itertools
 import math
@@ -16,10 +16,11 @@ from specheads.core.features import Committed
 from specheads.data.packing import TokenBatch
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.heads.kinds import dflash, dflash2, dspark
+from specheads.heads.kinds import dflash, dflash2, domino, dspark
 from specheads.heads.layers.block import BlockHead, block_mask
 from specheads.heads.load import build_head, load_head
 from specheads.training.objective import Objective, draft_labels
+from specheads.training.schedule import ScheduledPhase
 from tests import tiny
 from tests.heads.golden import GOLDEN, changed, close, expected, features
 from tests.heads.test_heads import make
@@ -168,6 +169,88 @@ def test_dflash2_trains_and_drafts_as_speculators_in_float32():
     compare_dflash2(torch.float32, 1e-5)
 
 
+DOMINO = "domino_modelopt"
+
+
+def compare_domino(dtype: torch.dtype, tolerance: float) -> None:
+    """Compare logits, chains, losses and gradients with those of ModelOpt 0.47 at some anchors."""
+    head, golden = load_head(GOLDEN / DOMINO).to(dtype), expected(DOMINO)
+    assert isinstance(head, domino.Head)
+    assert (head.depth, head.config.num_slots, head.config.pure_draft_prefix_len) == (4, 4, 1)
+    golden = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in golden.items()
+    }
+    projection = golden["in.projection"]
+    head.bind(golden["in.embedding"], projection)
+    base_features, tokens = features(golden["in.aux"]), golden["in.tokens"]
+    anchors, depth = golden["out.anchors"], head.depth
+    for level, state in enumerate(head.states(base_features, tokens)):
+        state = state[0, anchors - 1]
+        close(state[:, : head.width] @ projection.T, golden["out.base_logits"][:, level], tolerance)
+        close(head.logits(state, level), golden["out.logits"][:, level], tolerance)
+    for index, anchor in enumerate(anchors.tolist()):
+        aux = features(golden["in.aux"][:, :anchor])
+        committed = Committed(aux, tokens[:, 1 : anchor + 1], torch.tensor([anchor]))
+        logits, state = head.begin(committed, head.memory(1, 32))
+        for level in range(depth):
+            node = logits.argmax(-1)
+            assert node == golden["out.drafted"][index, level]
+            if level + 1 < depth:
+                # a sibling with another token changes nothing
+                nodes = torch.cat([(node + 1) % 61, node], dim=1)
+                logits, state = head.extend(state, nodes, torch.zeros_like(nodes) + (level > 0))
+                logits = logits[:, 1:]
+    batch = TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    firsts = torch.zeros_like(batch.loss_mask)
+    firsts[0, anchors + 1] = True
+    labels, decay = draft_labels(head, batch, firsts), math.exp(-1 / 4)
+    settings = Phase(text="corpus", loss="cross_entropy", decay=decay, steps=4)
+    phase, weight = ScheduledPhase("corpus", settings, first=2), sum(decay**k for k in range(depth))
+    project = lambda hidden: hidden @ projection.T  # noqa: E731
+    for step in (0, 3, 1):
+        head.zero_grad()
+        progress = phase.progress(phase.first + step)
+        result = Objective(head)(
+            base_features, batch, labels, project, settings, progress=progress
+        ).total
+        # there the denominator is the sum of weights and 1e-6
+        reference = golden[f"out.loss.{step}"] * weight
+        torch.testing.assert_close(result, reference, rtol=1e-6 + tolerance, atol=0)
+    result.backward()
+    for name in (name for name in golden if name.startswith("out.gradient.")):
+        gradient = head.get_parameter(name.removeprefix("out.gradient.")).grad
+        assert gradient is not None
+        close(gradient / weight, golden[name], 1e-6 + tolerance)
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_domino_trains_and_drafts_as_modelopt():
+    compare_domino(torch.float64, 1e-9)
+
+
+def test_domino_trains_and_drafts_as_modelopt_in_float32():
+    compare_domino(torch.float32, 1e-5)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("error", ["keeps older tokens", "corrects the first level"])
+def test_planted_errors_of_domino_are_found(error: str, monkeypatch: pytest.MonkeyPatch):
+    read, states = domino.Head.read_tokens, domino.Head.node_states
+    if error == "keeps older tokens":
+        monkeypatch.setattr(
+            domino.Head, "read_tokens", lambda *inputs: (read(*inputs) + inputs[2]) / 2
+        )
+    else:
+        monkeypatch.setattr(
+            domino.Head,
+            "node_states",
+            lambda self, hidden, tokens, summary, _: states(self, hidden, tokens, summary, 1),
+        )
+    with pytest.raises(AssertionError):
+        compare_domino(torch.float64, 1e-9)
+
+
 def _flipped(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a convolution that reads later slots in place of earlier ones."""
 
@@ -211,7 +294,7 @@ def test_a_slot_convolves_itself_and_earlier_slots_of_its_block():
         assert moved.tolist() == [slot, slot + 1][: 2 if slot % 4 < 3 else 1]
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "domino", "dspark"])
 def test_only_anchors_are_computed(kind: str, monkeypatch: pytest.MonkeyPatch):
     base = tiny.base("llama")
     head = make({"kind": kind, "num_layers": 2}, base)

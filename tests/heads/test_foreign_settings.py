@@ -13,7 +13,7 @@ CASES = (
     *("medusa_heads", "hydra_prefix_mlp", "mlp_speculator_tied_scaled", "redrafter_rnn"),
     *("eagle3_chain", "eagle3_speculators_ttt", "peagle", "mtp_mimo", "mtp_speculators"),
     *("mtp_deepseek", "dflash_z_lab", "dflash_deepspec", "dflash_window", "dflash_modelopt"),
-    *("dspark_deepspec", "dflash2_speculators"),
+    *("dspark_deepspec", "dflash2_speculators", "domino_modelopt"),
 )
 INNER, EAGLE, DFLASH = "transformer_layer_config", "eagle_config", "dflash_config"
 
@@ -77,6 +77,8 @@ MIXED = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
         ("dflash_deepspec", "", {"final_logit_softcapping": 20.0}, {"output_multiplier": 1}),
         ("dspark_deepspec", "", {"attention_mode": "mla"}, {"attention_mode": "gqa"}),
         ("dflash2_speculators", "", {"final_logit_softcapping": 20.0}, {"output_multiplier": 1}),
+        ("domino_modelopt", DFLASH, {"projector_type": "dspark"}, {"projector_type": "domino"}),
+        ("domino_modelopt", "", {"selector_top_k": 4}, {"emb_dim": 6}),
         ("dspark_deepspec", DFLASH, {"selector_rank": 256}, {"confidence_head_alpha": 1.0}),
     ],
 )

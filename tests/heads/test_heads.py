@@ -41,6 +41,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"sample_from_anchor": True, "conv_kernel_size": 3, "selector_top_k": 4, **GROUPED},
         {"num_layers": 2, "sliding_window": 3, "causal": True, "full_layers": [1]},
     ],
+    "domino": [
+        {"sample_from_anchor": False, "gru_hidden_dim": 5, "emb_dim": 3, **GROUPED},
+        {
+            **{"num_layers": 2, "sliding_window": 3, "pure_draft_prefix_len": 0, "emb_dim": 3},
+            **{"gru_hidden_dim": 6, "uncorrected_loss": 0.0},
+        },
+    ],
     "dspark": [
         {"sample_from_anchor": False, "markov_rank": 3, "mask_token": 5, **GROUPED},
         {"num_layers": 2, "sliding_window": 3},

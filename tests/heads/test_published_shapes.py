@@ -107,6 +107,9 @@ LAYER_IDS = {"target_layer_ids": [1, 9], "mask_token_id": 63}
 MARKOV = {"projector_type": "dspark", "markov_rank": 4, "markov_head_type": "vanilla"}
 MARKOV |= {"confidence_head_alpha": 1.0, "enable_confidence_head": True, "attention_mode": "gqa"}
 DFLASH_HEAD = {"kind": "dflash", "num_layers": 2, "aux_layers": [2, 10]}
+DOMINO = {"projector_type": "domino", "gru_hidden_dim": 8, "emb_dim": 4, "shift_label": True}
+DOMINO |= {"pure_draft_prefix_len": 1}
+DOMINO_HEAD = DFLASH_HEAD | {"kind": "domino", "gru_hidden_dim": 8, "emb_dim": 4, "depth": 7}
 DSPARK_HEAD = DFLASH_HEAD | {"kind": "dspark", "markov_rank": 4}
 
 
@@ -224,6 +227,11 @@ PUBLIC: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         | {"markov_rank": 4, "markov_head_type": "vanilla", "use_confidence_head": False}
         | {"projector_type": "dspark", "shift_label": True}, "",
     ),
+    "Domino of nvidia's Model-Optimizer, Qwen3-8B-Domino-b16": (
+        BLOCK_HEAD | {"kind": "domino", "gru_hidden_dim": 8, "emb_dim": 4, "depth": 6},
+        BY_Z_LAB | {"layer_types": [FULL, FULL], "emb_dim": 4}
+        | {"dflash_config": READS | DOMINO | {"causal": False}}, "",
+    ),
     "lmsys/Qwen3-235B-A22B-EAGLE3": (
         EAGLE | {"aux_layers": [2, 3]}, BY_EAGLE | {"eagle_config": {STREAMS: [1, 2]}}, "",
     ),
@@ -289,7 +297,6 @@ def test_public_folders_load_and_draft_exactly_or_name_the_key(name: str, tmp_pa
 
 
 PEAGLE = {"kind": "eagle3", "parallel": True, "num_layers": 2}
-DOMINO = {"projector_type": "domino", "gru_hidden_dim": 8, "emb_dim": 4, "shift_label": True}
 XPRESS = {"speculators_model_type": "xpress", "architectures": ["XPressSpeculator"]}
 CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "sliding_window": 2048}
 
@@ -300,7 +307,16 @@ CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "sliding_windo
         # they rotate with `alpha`
         ({"kind": "eagle3"}, {"rope_scaling": {"type": "dynamic", "alpha": 1000.0}}, "'dynamic'"),
         (PEAGLE, {"num_hidden_layers": 2}, "mask_hidden needs one of mask_token_id, .* add it"),
-        (DFLASH_HEAD, BLOCK | {"dflash_config": LAYER_IDS | DOMINO}, "projector_type='domino'"),
+        (
+            DOMINO_HEAD,
+            BLOCK | {"dflash_config": LAYER_IDS | DOMINO | {"shift_label": False}},
+            "shift_label=False",
+        ),
+        (
+            DOMINO_HEAD,
+            BLOCK | {"dflash_config": LAYER_IDS | DOMINO | {"projector_type": "causal_v5"}},
+            "projector_type='causal_v5'",
+        ),
         (DFLASH_HEAD, BLOCK | XPRESS, r"checkpoint of .* names \['XPressSpeculator'\]"),
         (DFLASH_HEAD, BLOCK | {"dflash_config": LAYER_IDS} | CHUNKS, "layer_types=.*chunked"),
         (

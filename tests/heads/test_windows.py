@@ -26,6 +26,7 @@ CASES = [
     {"kind": "dflash", "num_layers": 2},
     {"kind": "dspark", "num_layers": 2, "causal": True},
     {"kind": "dflash2", "num_layers": 2},
+    {"kind": "domino", "num_layers": 2, "gru_hidden_dim": 6},
     {"kind": "eagle3", "num_layers": 2, "attention_sink": True},
     {"kind": "dflash", "num_layers": 2, "window_counts_slots": True, "attention_sink": True},
 ]

@@ -22,6 +22,7 @@ ORACLES: dict[tuple[str, str], DraftOracle] = {
     ("dflash2", "speculators"): blocks.dflash2,
     ("dflash2", "sglang"): blocks.sglang_dflash2,
     ("dflash2", "vllm"): blocks.vllm_dflash,
+    ("domino", "sglang"): blocks.sglang_domino,
     ("dflash", "sglang"): blocks.sglang_dflash,
     ("dflash", "vllm"): blocks.vllm_dflash,
     ("dspark", "sglang"): blocks.sglang_dspark,

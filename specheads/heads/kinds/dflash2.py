@@ -17,7 +17,7 @@ from specheads.core.drafter import Hidden, Nodes
 from specheads.core.errors import InputError
 from specheads.core.ranges import PositiveInt, Width
 from specheads.heads.layers.attention import AttentionContext, LayerInputs, LlamaLayer
-from specheads.heads.layers.block import BlockConfig, BlockHead, read_block
+from specheads.heads.layers.block import BlockConfig, BlockHead, join_hidden, read_block
 
 INPUT, OUTPUT = 0, 1
 """Indices of the kernels of a layer's inputs, and of its outputs."""
@@ -130,10 +130,12 @@ class Head(BlockHead):
             config.selector_rank, width, vocab_size, self.drafted_size
         )
 
-    def node_states(self, hidden: Tensor, tokens: Nodes) -> Float[Tensor, "batch node state"]:
+    def node_states(
+        self, hidden: Tensor, tokens: Nodes, summary: Tensor, level: int
+    ) -> Float[Tensor, "batch node state"]:
         """Return the hidden states of a level, concatenated with the rows of previous tokens."""
-        rows = F.embedding(tokens, self.candidate_selector.predecessor_codebook)
-        return torch.cat([hidden.expand(-1, tokens.shape[1], -1).to(rows.dtype), rows], dim=-1)
+        codebook = self.candidate_selector.predecessor_codebook
+        return join_hidden(hidden, F.embedding(tokens, codebook))
 
     def logits(self, state: Hidden, level: int) -> Float[Tensor, "*batch vocab"]:
         """Return the logits of a state of this level."""

@@ -10,9 +10,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.drafter import Hidden, Nodes, Projection, State
+from specheads.core.drafter import Hidden, Nodes, State
 from specheads.core.ranges import Width
-from specheads.heads.layers.block import BlockConfig, BlockHead, read_block
+from specheads.heads.layers.block import (
+    BlockConfig,
+    BlockHead,
+    CorrectedHead,
+    join_hidden,
+    read_block,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,14 +34,14 @@ class Config(BlockConfig):
     each mask drafts the token at its own position."""
 
 
-class Head(BlockHead):
-    """A state is [h, e]: the hidden state of its level and the embedding of the previous token.
+class Head(CorrectedHead):
+    """The correction reads an embedding of the previous token.
 
-    Its logits are W h + W2 e, with the base's projection W, so its own projection is [W, W2]. The
-    confidence head gives the logit of the probability that the base accepts the token of a state.
+    The confidence head gives the logit of the probability that the base accepts the token of a
+    state.
     """
 
-    adds_to_base_logits = True
+    correction_name = "markov_head.markov_w2"
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
@@ -49,23 +55,11 @@ class Head(BlockHead):
         if config.confidence_head:
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width + rank, 1)})
 
-    def node_states(self, hidden: Tensor, tokens: Nodes) -> Float[Tensor, "batch node state"]:
+    def node_states(
+        self, hidden: Tensor, tokens: Nodes, summary: Tensor, level: int
+    ) -> Float[Tensor, "batch node state"]:
         """Return the hidden states of a level, concatenated with those of the previous tokens."""
-        embedded = self.markov_head["markov_w1"](tokens)
-        hidden = hidden.expand(-1, tokens.shape[1], -1).to(embedded.dtype)
-        return torch.cat([hidden, embedded], dim=-1)
-
-    def projection(self, level: int) -> Projection:
-        """Return the projections of the base and of the correction, concatenated."""
-        return self.corrected_projection(self.markov_head["markov_w2"])
-
-    def projections(self) -> list[Projection]:
-        """Return the same projection for every level, concatenated once."""
-        return [self.projection(0)] * self.depth
-
-    def logits(self, state: Hidden, level: int) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits of a state of this level."""
-        return self.corrected_logits(state, self.markov_head["markov_w2"])
+        return join_hidden(hidden, self.markov_head["markov_w1"](tokens))
 
     def confidence_logits(self, state: Hidden) -> Float[Tensor, "*batch"] | None:
         """Return the logit of the probability that the base accepts the token of this state."""

@@ -233,9 +233,8 @@ def _mix(queries: Tensor, context: AttentionContext) -> Tensor:
 def check_full_layers(config: Any) -> None:
     """Refuse `full_layers` that are not layers next to ones with a window."""
     full_layers = config.full_layers
-    is_part = {*full_layers} < {*range(config.num_layers)} and len({*full_layers}) == len(
-        full_layers
-    )
+    others = {*range(config.num_layers)} - {*full_layers}
+    is_part = 0 < len(others) == config.num_layers - len(full_layers)
     if full_layers and not (config.sliding_window and is_part):
         raise InputError(
             f"head.full_layers needs head.sliding_window and some of {config.num_layers} layers "

@@ -1,4 +1,4 @@
-"""Block drafting, shared by DFlash, DFlash 2 and DSpark: one forward drafts all levels.
+"""Block drafting, shared by DFlash, DFlash 2, Domino and DSpark: one forward drafts all levels.
 
 Source: arXiv:2602.06036.
 """
@@ -11,7 +11,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.core.drafter import Anchors, Guesses, Nodes, State, States, Tokens
+from specheads.core.drafter import (
+    Anchors,
+    Guesses,
+    Hidden,
+    Nodes,
+    Projection,
+    State,
+    States,
+    Tokens,
+)
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.foreign import LAYERS, SECTIONS, SPECULATORS, refuse_unused
@@ -33,7 +42,7 @@ from specheads.heads.layers.attention import (
     layer_windows,
     limit_to_window,
 )
-from specheads.heads.layers.common import BorrowingHead, RMSNorm
+from specheads.heads.layers.common import BorrowingHead, RMSNorm, pick_parents
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,6 +109,8 @@ class BlockDraft:
     """The last level whose logits were returned."""
     states: Float[Tensor, "batch node state"]
     """States of the nodes of that level."""
+    summary: Float[Tensor, "batch node summary"]
+    """Summary of the tokens of each node's path."""
 
 
 class BlockHead(BorrowingHead):
@@ -114,6 +125,8 @@ class BlockHead(BorrowingHead):
     has_own_fusion = True
     drafts_blocks = True
     layer_class: type[LlamaLayer] = LlamaLayer
+    summary_size: int = 0
+    """Width of its summary of the tokens of a path; zero for a head without it."""
 
     def __init__(self, config: BlockConfig, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
@@ -153,9 +166,19 @@ class BlockHead(BorrowingHead):
             device = self.fc.weight.device
             self.fc = nn.Linear(count * self.width, self.width, bias=False, device=device)
 
-    def node_states(self, hidden: Tensor, tokens: Nodes) -> Float[Tensor, "batch alike state"]:
+    def node_states(
+        self, hidden: Tensor, tokens: Nodes, summary: Tensor, level: int
+    ) -> Float[Tensor, "batch alike state"]:
         """Return the states after these tokens: here the hidden states of their level."""
         return hidden
+
+    def read_tokens(self, tokens: Nodes, summary: Tensor) -> Float[Tensor, "batch node summary"]:
+        """Return the summaries of paths that these tokens continue."""
+        return summary
+
+    def empty_summary(self, anchors: Nodes) -> Float[Tensor, "batch node summary"]:
+        """Return the summaries of paths before their first tokens, the anchors."""
+        return self.fc.weight.new_zeros(*anchors.shape, self.summary_size)
 
     def states(self, features: Features, tokens: Tokens, anchors: Anchors | None = None) -> States:
         """Draft one block from each anchor; other states are zero."""
@@ -183,10 +206,13 @@ class BlockHead(BorrowingHead):
         texts = (layer.self_attn.project_keys_values(fused, positions) for layer in self.blocks())
         roots = tokens.roll(-1, 1)[rows, columns]
         hidden = self.draft_blocks(roots, positions[rows, columns] + 1, texts, mask)
+        summary = self.empty_summary(roots)
         for level in range(self.depth):
-            zeros = hidden.new_zeros(*tokens.shape, self.width)
-            states = zeros.index_put((rows, columns), hidden[:, :, level])
-            yield self.node_states(states, tokens.roll(-1 - level, 1))
+            before = tokens.roll(-1 - level, 1)[rows, columns]
+            summary = self.read_tokens(before, summary)
+            states = self.node_states(hidden[:, :, level], before, summary, level)
+            zeros = states.new_zeros(*tokens.shape, states.shape[-1])
+            yield zeros.index_put((rows, columns), states)
 
     def memory(self, batch: int, capacity: int) -> HeadCache:
         """Return empty slots for the keys and values of committed positions in all layers."""
@@ -213,18 +239,21 @@ class BlockHead(BorrowingHead):
 
         texts = map(memory.text, range(len(layers)))
         hidden = self.draft_blocks(root, memory.lengths[:, None], texts, mask)
-        return self.guess_level(hidden[:, 0], 0, root)
+        return self.guess_level(hidden[:, 0], 0, root, self.empty_summary(root))
 
     @torch.no_grad()
     def extend(self, state: State, tokens: Nodes, parents: Nodes) -> Guesses:
-        """Return the logits of the next level, which depend on each node's own token at most."""
-        return self.guess_level(state.hidden, state.level + 1, tokens)
+        """Return the logits of the next level, which depend on each node's own path at most."""
+        summary = pick_parents(state.summary, parents)
+        return self.guess_level(state.hidden, state.level + 1, tokens, summary)
 
-    def guess_level(self, hidden: Tensor, level: int, tokens: Tensor) -> Guesses:
+    def guess_level(self, hidden: Tensor, level: int, tokens: Tensor, summary: Tensor) -> Guesses:
         """Return the logits of a level, given the hidden states of all levels."""
-        states = self.node_states(hidden[:, level : level + 1], tokens)
+        summary = self.read_tokens(tokens, summary)
+        states = self.node_states(hidden[:, level : level + 1], tokens, summary, level)
         logits = self.logits(states, level).expand(-1, tokens.shape[1], -1)
-        return logits, BlockDraft(hidden, level, states.expand(-1, tokens.shape[1], -1))
+        states = states.expand(-1, tokens.shape[1], -1)
+        return logits, BlockDraft(hidden, level, states, summary)
 
     def draft_blocks(
         self,
@@ -262,6 +291,36 @@ class BlockHead(BorrowingHead):
         return self.hidden_norm(self.fc(self.streams(features)))
 
 
+class CorrectedHead(BlockHead):
+    """A state is [h, e]: the hidden state of its level, and the inputs of a linear correction.
+
+    Its logits are W h + C e, with the base's projection W, so its own projection is [W, C].
+    """
+
+    adds_to_base_logits = True
+    correction_name: ClassVar[str]
+    """Name of the layer that computes C e."""
+
+    def projection(self, level: int) -> Projection:
+        """Return the projections of the base and of the correction, concatenated."""
+        return self.corrected_projection(self.get_submodule(self.correction_name))
+
+    def projections(self) -> list[Projection]:
+        """Return the same projection for every level, concatenated once."""
+        return [self.projection(0)] * self.depth
+
+    def logits(self, state: Hidden, level: int) -> Float[Tensor, "*batch vocab"]:
+        """Return the logits of a state of this level."""
+        return self.corrected_logits(state, self.get_submodule(self.correction_name))
+
+
+def join_hidden(
+    hidden: Float[Tensor, "batch alike width"], inputs: Float[Tensor, "batch node rank"]
+) -> Float[Tensor, "batch node state"]:
+    """Return the hidden states of a level, concatenated with the inputs of a correction."""
+    return torch.cat([hidden.expand(-1, inputs.shape[1], -1).to(inputs.dtype), inputs], dim=-1)
+
+
 def block_mask(
     visible: Bool[Tensor, "batch query time"], slots: int, *, causal: bool = False
 ) -> Bool[Tensor, "batch query key"]:
@@ -286,13 +345,19 @@ FIXED = PLAIN | {
 OWN_SETTINGS: dict[str, tuple[str, ...]] = {
     "dflash": (),
     "dflash2": ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
+    "domino": ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"),
     "dspark": ("markov_rank",),
 }
 """Settings of each kind that have the same name here and in public checkpoints."""
+NETWORKS = {"dspark": "markov_rank", "dflash2": "selector_rank", "domino": "gru_hidden_dim"}
+"""The setting that tells a network from DFlash."""
 FIXED_MARKOV = {"markov_head_type": "vanilla", "confidence_head_with_markov": True}
 """The same for folders with a Markov head."""
 CONFIDENCE = ("enable_confidence_head", "use_confidence_head")
 """Names of the setting of a confidence head: DeepSpec's and ModelOpt's."""
+ANCHORED = ("sample_from_anchor", "shift_label")
+"""Names of the setting of drafts from the anchor's slot, which Domino always has: speculators' and
+ModelOpt's."""
 SINK = ("attention_sink_bias", "add_swa_attention_sink_bias")
 """Names of the setting of sinks: ModelOpt's and that of bases, which vLLM reads in both places."""
 USED = (
@@ -335,8 +400,7 @@ def read_block(
     by_others = "dflash_config" in config or config.get("model_type") == BY_TRANSFORMERS
     is_read = by_speculators in OWN_SETTINGS or by_deepspec or by_others
     settings = config.get("transformer_layer_config", {}) | config.get("dflash_config", {}) | config
-    markov = bool(settings.get("markov_rank"))
-    network = "dspark" if markov else "dflash2" if settings.get("selector_rank") else "dflash"
+    network = next((kind for kind, name in NETWORKS.items() if settings.get(name)), "dflash")
     if not is_read or head.__module__.rpartition(".")[2] != network:
         return None
     window, full_layers, plain = draft_window(settings, settings.get("num_hidden_layers", 0))
@@ -356,27 +420,30 @@ def read_block(
         # z-lab's layers with a window, and only they, are causal by default (sglang#34524)
         causal = settings.get("is_causal", settings.get("causal")) is not False
         used += ("is_causal", "causal") if causal and not full_layers else ()
+    weights = {_our_name(name): value for name, value in tensors.items()}
+    has_confidence = any(name.startswith("confidence_head.") for name in weights)
     by_default = by_deepspec or by_speculators == "dspark"
+    own = dict.fromkeys(ANCHORED, True) if network == "domino" else {}
+    if network == "dspark":
+        # the tensors decide
+        own = FIXED_MARKOV | dict.fromkeys(CONFIDENCE, has_confidence)
     scaling = read_rope_settings(settings)["rope_scaling"]
     refuse_unused(
         network,
         config,
         *(config.get(name, {}) for name in (*SECTIONS, "dflash_config")),
         {"rope_type": scaling.get("rope_type")},
-        used=(*LAYERS, *SPECULATORS, *USED, *FIXED_MARKOV, *used) + (CONFIDENCE if markov else ()),
+        used=(*LAYERS, *SPECULATORS, *USED, *FIXED_MARKOV, *used),
         fixed=FIXED
-        | (FIXED_MARKOV if markov else {})
+        | own
         | {"target_hidden_size": settings["hidden_size"]}
         | {"projector_type": "dspark" if by_default else network}
         | plain,
     )
     # in ModelOpt's and RadixArk's folders null is no choice
     shifted = settings.get("shift_label")
-    anchored = settings.get("sample_from_anchor", by_default if shifted is None else shifted)
-    weights = {_our_name(name): value for name, value in tensors.items()}
-    has_confidence = any(name.startswith("confidence_head.") for name in weights)
-    if markov:
-        _check_confidence(settings, has_confidence)
+    shifted = by_default or network == "domino" if shifted is None else shifted
+    anchored = settings.get("sample_from_anchor", shifted)
     # their ids count layer outputs from zero; here k is the residual stream after k layers
     layers = [layer + 1 for layer in settings.get("target_layer_ids") or ()]
     values = {
@@ -400,7 +467,7 @@ def read_block(
         "window_counts_slots": bool(window) and not by_speculators,
         "attention_sink": any(settings.get(name) for name in SINK),
         **{name: settings[name] for name in OWN_SETTINGS[network]},
-        **({"confidence_head": has_confidence} if markov else {}),
+        **({"confidence_head": has_confidence} if network == "dspark" else {}),
     }
     # refused unless it is empty
     del values["rope_scaling"]
@@ -420,15 +487,3 @@ def _our_name(name: str) -> str:
         name = name.replace("confidence_proj.", "confidence_head.proj.")
         return name if name.startswith("confidence") else f"markov_head.{name}"
     return RENAMED.get(name, name)
-
-
-def _check_confidence(settings: dict[str, Any], has_confidence: bool) -> None:
-    """Refuse a folder whose settings and tensors differ about a confidence head."""
-    for name in CONFIDENCE:
-        value = settings.get(name)
-        if value is not None and bool(value) != has_confidence:
-            tensors = "has" if has_confidence else "lacks"
-            raise InputError(
-                f"{name}={value} needs to fit the weights, and the folder {tensors} tensors of a "
-                "confidence head; correct config.json"
-            )
