@@ -323,6 +323,8 @@ def tests(report: Report) -> None:
     files = sorted(ROOT.glob("tests/gpu/test_*.py"), key=lambda file: file.stem not in FIRST_TESTS)
     words = ["-m", "gpu", "--device", device, "-q", "-n", "8" if device == "cuda" else "2"]
     words += ["-p", "no:cacheprovider", "-p", "no:benchmark", *map(str, files)]
+    # libraries that bring a plug-in, as anyio, are imported here already
+    words += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
     words += ["-k", TINY_TESTS] if report.options.tiny else []
     if code := pytest.main(words, plugins=[Counter()]):
         report.failed["pytest"] = f"exit code {int(code)}, {counts['failed']} tests failed"
