@@ -288,7 +288,7 @@ class VllmServer(FeatureSource):
                 _ = parameters[self.transport.key]
             except (AttributeError, KeyError, TypeError, ValueError):
                 rule = f"send its states by features.transport={self.settings.transport}"
-                refuse_server(rule, f"{server.address} does not", START_SERVER)
+                refuse_server(rule, f"{server.address} wrote none", START_SERVER)
             tensors = self.transport.receive(parameters, server.address)
         finally:
             self._open_requests.discard(request)

@@ -236,7 +236,7 @@ class MooncakeStore(Transport):
 
 def _silence_engine() -> None:
     """Keep the engine's log off the terminal: each call returns its own status."""
-    from mooncake import store  # pyright: ignore[reportMissingImports]
+    from mooncake import store  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
     with suppress(ValueError):
         library = ctypes.CDLL(store.__file__)

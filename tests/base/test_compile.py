@@ -68,9 +68,9 @@ class Counting(Recorder):
         self.called += 1
         return super().__call__(*args, **settings)
 
-    def _record(self, *args: Any) -> Any:
+    def _record(self, graphs: Any, name: Any, function: Any, inputs: Any) -> Any:
         self.recorded += 1
-        return super()._record(*args)
+        return super()._record(graphs, name, function, inputs)
 
 
 @pytest.mark.parametrize(

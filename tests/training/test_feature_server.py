@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "failing": (having(faults=["status_500"]), r"failed .*EngineDeadError"),
     "other transport": (
         having(place="handle", faults=["absent"]),
-        r"must send its states by features\.transport=folder, but .* does not; start it",
+        r"must send its states by features\.transport=folder, but .* wrote none; start it",
     ),
     "full disk": (having(faults=["cut"]), r"is not whole in .* has [\d.]+ GiB free"),
     "other folder": (
