@@ -78,9 +78,11 @@ class RunDirectory:
         same. Incomplete files of a killed process are removed.
         """
         if self.finished:
+            is_measured = (self.report / "results.json").is_file()
+            measure = "" if is_measured else f"measure it with specheads evaluate run={self.path}, "
             raise InputError(
-                f"a finished run is never overwritten, and {self.path} is finished; choose another "
-                "name=, or remove it"
+                f"a finished run is never overwritten, and {self.path} is finished; {measure}"
+                "choose another name=, or remove it"
             )
         fixes: list[dict[str, Any]] = []
         if self.config.is_file():

@@ -101,7 +101,18 @@ def test_finished_run_is_refused_and_unchanged(work: Path, refusal: Refusal):
     before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
     line = refusal("train", "recipe=smoke", *SMALL)
     assert "a finished run is never overwritten" in line
+    assert "; choose another name=" in line
     assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+
+
+def test_finished_run_that_was_not_measured_names_evaluate(
+    work: Path, refusal: Refusal, tmp_path: Path
+):
+    run = tmp_path / "run"
+    shutil.copytree(work / "runs" / "smoke", run)
+    (run / "report" / "results.json").unlink()
+    line = refusal("train", "recipe=smoke", *SMALL, f"run_dir={run}")
+    assert f"is finished; measure it with specheads evaluate run={run}, choose" in line
 
 
 def test_evaluate_keeps_the_settings_of_the_run_except_overrides(
