@@ -26,6 +26,7 @@ of the base; the replay uses its dequantised weights.
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -44,7 +45,7 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, cycle, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -78,6 +79,8 @@ MT_BENCH = (
 
 ROUNDS = 2
 """Prompts of a turn for each request in flight, at least."""
+TURNS = 4
+"""Turns of each engine, at least: where there are fewer, prompts are asked again."""
 SETTLE_SECONDS = 0.2
 """Seconds from an engine's last answer until it is stopped."""
 WARM_UP = 16
@@ -520,6 +523,8 @@ def _measure(engines: Any, prompts: list[list[int]], batch: int, label: str, opt
     )
     ends = [len(prompts) * number // count for number in range(count + 1)]
     groups = [prompts[start:end] for start, end in pairwise(ends)]
+    if batch:
+        groups *= math.ceil(TURNS / count)
     counters = {}
     for depth, engine in engines.items():
         with engine.awake():
@@ -587,7 +592,8 @@ def compare_rows(
             "served": counts,
         }
         if depth != BUDGET:
-            pairs = zip(prompts, texts, strict=True)
+            # a prompt may be asked in several turns
+            pairs = zip(cycle(prompts), texts, strict=False)
             text_ranks = [ranks(tuple(prompt), tuple(text)) for prompt, text in pairs]
             replays = [replay(rank[:, :depth], chain(depth)) for rank in text_ranks]
             total = DepthCounts.total(replays, depth)

@@ -19,13 +19,19 @@ def progress_display(
     """
     # decoding works without rich
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     console = console or Console(stderr=True)
     display = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
+        MofNCompleteColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[numbers]}"),
         console=console,
@@ -57,7 +63,8 @@ def progress_display(
 
 def progress_line(task: Any) -> str:
     """Return the content of a bar as one line: done, total, rate, time left, numbers."""
-    fields = [f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}"]
+    counts = f" {task.completed:.0f}/{task.total:.0f}" if task.total else ""
+    fields = [f"{task.description}{counts}"]
     if task.speed:
         fields.append(f"{task.speed:.3g}/s")
     if (remaining := task.time_remaining) is not None:

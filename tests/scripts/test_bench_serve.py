@@ -100,9 +100,10 @@ def test_a_request_that_ends_is_replaced_at_once(script):
 
 
 @pytest.mark.parametrize(
-    ("batch", "sizes"), [(16, [40]), (8, [20, 20]), (1, [2] * 20), (32, [40]), (0, [13, 13, 14])]
+    ("batch", "sizes"),
+    [(16, [40] * 4), (8, [20] * 4), (1, [2] * 20), (32, [40] * 4), (0, [13, 13, 14])],
 )
-def test_turns_are_equal_and_use_all_prompts(script, batch, sizes):
+def test_turns_are_equal_at_least_four_and_use_all_prompts(script, batch, sizes):
     requests = []
 
     def ask(prompts: Any, limit: int, **options: Any) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def test_turns_are_equal_and_use_all_prompts(script, batch, sizes):
     prompts = [[number] for number in range(40)]
     arms = script._measure({script.ALONE: engine}, prompts, batch, "set", options)
     assert requests == [(size, batch, 0 if batch else size) for size in sizes]
-    assert sum(len(turn.tokens) for turn in arms[script.ALONE]) == 40
+    assert sum(len(turn.tokens) for turn in arms[script.ALONE]) == sum(sizes)
 
 
 def test_counters_of_vllm_are_read_by_the_same_names(script):
