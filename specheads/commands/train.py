@@ -279,8 +279,8 @@ def _load_checked_base(
             "tokenizer.json"
         )
     joint, phases = adapter_settings(settings.schedule), settings.schedule.phases
-    for name, phase in phases.items():
-        refuse_misfit(name, phase, base.max_length, depth, num_shares)
+    refuse_misfit(phases, base.max_length, depth, num_shares)
+    for phase in phases.values():
         if phase.distill:
             refuse_not_decoding(
                 base, phase.distill, local_copy(phase.distill.folder or run_directory.text)

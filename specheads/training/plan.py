@@ -142,9 +142,8 @@ def plan_training(settings: Train, accelerator: Accelerator) -> TrainingPlan:
     training = MetaTraining(settings, device)
     # processes, or groups of them, that share the rows of a step
     num_shares = row_share(sharding_of(accelerator, settings.base.device), accelerator).world_size
-    for phase in phases:
-        context, depth = training.base.max_length, training.head.depth
-        refuse_misfit(phase.name, phase.settings, context, depth, num_shares)
+    context, depth = training.base.max_length, training.head.depth
+    refuse_misfit(settings.schedule.phases, context, depth, num_shares)
     rows = {phase.name: -(-phase.settings.batch_size // num_shares) for phase in phases}
     steps = {phase.name: training.measure_step(phase, rows[phase.name]) for phase in phases}
     memory = _memory_by_stage(training, phases, steps, libraries_bytes)

@@ -4,7 +4,7 @@ See docs/train.md.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,23 +122,32 @@ def text_tokens(distill: DistillSettings) -> int:
     return distill.prompt_tokens + distill.new_tokens
 
 
-def refuse_misfit(name: str, phase: Phase, context: int, depth: int, processes: int = 1) -> None:
-    """Raise if a phase does not fit the base's context, the head's depth or the processes."""
-    if phase.batch_size < processes * phase.accumulation_steps:
+def refuse_misfit(
+    phases: Mapping[str, Phase], context: int, depth: int, processes: int = 1
+) -> None:
+    """Raise if a phase does not fit the processes, the base's context or the head's depth."""
+    sizes = {name: processes * phase.accumulation_steps for name, phase in phases.items()}
+    if small := [name for name, phase in phases.items() if phase.batch_size < sizes[name]]:
+        shares = [
+            f"batch_size={phases[name].batch_size} with accumulation_steps="
+            f"{phases[name].accumulation_steps} in phase {name!r}"
+            for name in small
+        ]
+        overrides = [f"schedule.phases.{name}.batch_size={sizes[name]}" for name in small]
         raise InputError(
-            f"phase {name!r} needs a sequence for each process and accumulation step, but "
-            f"{processes} processes with accumulation_steps={phase.accumulation_steps} share "
-            f"batch_size={phase.batch_size}; add schedule.phases.{name}.batch_size="
-            f"{processes * phase.accumulation_steps}, or start fewer processes"
+            "each phase needs a sequence for each process and accumulation step, but "
+            f"{processes} processes share {', '.join(shares)}; add {' '.join(overrides)}, or start "
+            "fewer processes"
         )
-    text = text_tokens(phase.distill) if phase.distill else phase.sequence_length
-    for tokens in (text, phase.sequence_length or text):
-        if not depth + 2 <= tokens <= context:
-            raise InputError(
-                f"phase {name!r} needs sequences of {depth + 2} tokens, for the depth of the head, "
-                f"to {context}, the base's context, got {tokens}; change sequence_length, or "
-                "prompt_tokens and new_tokens"
-            )
+    for name, phase in phases.items():
+        text = text_tokens(phase.distill) if phase.distill else phase.sequence_length
+        for tokens in (text, phase.sequence_length or text):
+            if not depth + 2 <= tokens <= context:
+                raise InputError(
+                    f"phase {name!r} needs sequences of {depth + 2} tokens, for the depth of the "
+                    f"head, to {context}, the base's context, got {tokens}; change "
+                    "sequence_length, or prompt_tokens and new_tokens"
+                )
 
 
 # --- optimizers ----------------------------------------------------------------------------------

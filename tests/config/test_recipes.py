@@ -28,11 +28,11 @@ def test_recipe_composes_builds_its_head_and_has_a_card(name: str):
     assert settings.name == name
     with torch.device("meta"):
         head = build_head(settings.head, width=64, vocab_size=65536)
-    for phase_name, phase in settings.schedule.phases.items():
+    for phase in settings.schedule.phases.values():
         phase.accumulation_steps = (
             1 if phase.accumulation_steps == AUTO else phase.accumulation_steps
         )
-        refuse_misfit(phase_name, phase, context=8192, depth=head.depth)
+    refuse_misfit(settings.schedule.phases, context=8192, depth=head.depth)
     card = RECIPES[name].with_name("README.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## (.*)$", card, re.MULTILINE)
     assert [heading for heading in headings if heading != "Not measured"] == HEADINGS

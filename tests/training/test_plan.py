@@ -234,7 +234,8 @@ def parts_of(folder: Path, *words: str, lines: list[str] | None = None) -> int:
     settings = settings_of(folder, CORPUS_ONLY, "head=medusa", PARTS, *words)
     resolve_batch_sizes(settings, ACCELERATOR, [].append if lines is None else lines.append)
     phase = settings.schedule.phases["corpus"]
-    refuse_misfit("corpus", phase, 128, 1, batch_sizes.row_share(None, ACCELERATOR).world_size)
+    num_shares = batch_sizes.row_share(None, ACCELERATOR).world_size
+    refuse_misfit({"corpus": phase}, 128, 1, num_shares)
     return int(phase.accumulation_steps)
 
 

@@ -1,6 +1,7 @@
 """Training: the schedule, the frozen base, bitwise resume and interrupts."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from specheads.base.ends import BaseEnds
+from specheads.config.compose import settings_of
 from specheads.config.shared import TrackerSettings
 from specheads.config.training import DistillSettings, Phase, Schedule
 from specheads.core.drafter import Head
@@ -232,12 +234,30 @@ OVERLONG = {
         ({"sequence_length": 999}, "to 128, the base's context, got 999"),
         ({"sequence_length": 3}, "sequences of 4 tokens, for the depth of the head, .* got 3"),
         (OVERLONG, "got 999; change sequence_length"),
-        ({"accumulation_steps": 2}, "2 processes with accumulation_steps=2 share batch_size=2"),
+        ({"accumulation_steps": 2}, "2 processes share batch_size=2 with accumulation_steps=2 in phase"),
     ],
 )
 def test_misfit_phase_is_refused(changes: dict, message: str):
     with pytest.raises(InputError, match=message):
-        refuse_misfit("corpus", phase(**changes), context=128, depth=2, processes=2)
+        refuse_misfit({"corpus": phase(**changes)}, context=128, depth=2, processes=2)
+
+
+@pytest.mark.parametrize("processes", [5, 8])
+def test_overrides_of_a_refused_batch_size_fit_every_phase(processes: int):
+    words = ["recipe=conversations", "data.path=talks.jsonl"]
+
+    def refuse(*overrides: str) -> None:
+        phases = settings_of("train", [*words, *overrides]).schedule.phases
+        refuse_misfit(phases, context=8192, depth=3, processes=processes)
+
+    refuse("schedule.phases.corpus.batch_size=8", "schedule.phases.distilled.batch_size=8")
+    with pytest.raises(InputError, match=f"but {processes} processes") as refused:
+        refuse()
+    overrides = re.findall(r"schedule\S+=\d+", str(refused.value))
+    assert overrides == [
+        f"schedule.phases.{name}.batch_size={processes}" for name in ("corpus", "distilled")
+    ]
+    refuse(*overrides)
 
 
 def test_a_bfloat16_base_trains_a_head_on_a_cpu_that_emulates_bfloat16(tmp_path: Path):
