@@ -153,8 +153,9 @@ def _train(
 ) -> tuple[Head, BaseEnds]:
     """Run every phase; return the head, and the base as loaded, without a trained adapter.
 
-    Settings that would fail later raise before anything is written. `begin_stage` begins a stage by
-    its name and returns a line for people.
+    A finished run whose evaluation is missing keeps its head. Settings that would fail later raise
+    before anything is written. `begin_stage` begins a stage by its name and returns a line for
+    people.
     """
     is_main, seed = accelerator.is_main_process, settings.seed
     phases, data = settings.schedule.phases, settings.data
@@ -180,17 +181,16 @@ def _train(
             # one lock covers all processes of the run
             if is_main:
                 lock()
-                run_directory.begin(compose.as_yaml(settings), identity)
+                evaluates = settings.evaluate_after and base.decodes
+                run_directory.begin(compose.as_yaml(settings), identity, evaluates=evaluates)
 
         if text_first:
             on_all_processes(open_run)
             stages = phase_data.write_text("vllm")
             base, phase_data = load(text=False)
             phase_data.stages = stages
-        head, is_reduced = None, bool(settings.head.get("draft_tokens"))
-        if settings.init:
-            head = resume_head(settings.init, base, settings.head["kind"])
-            is_reduced = head.draft_ids is not None
+        head = resume_head(settings.init, base, settings.head["kind"]) if settings.init else None
+        is_reduced = head.draft_ids is not None if head else settings.head.get("draft_tokens")
         counts = phase_data.count_tokens(lambda: on_all_processes(open_run)) if is_reduced else None
         head = build_for_base(settings.head, base, counts) if head is None else head
         phase_data.head = head
@@ -198,16 +198,20 @@ def _train(
         validation_set = phase_data.validation_set(settings.validation)
         if is_main:
             identity |= _draft_vocabulary(head, counts, announce)
-            # a launcher may start fewer processes than requested without a message
-            num_processes = accelerator.num_processes
-            announce(f"training with {num_processes} process{'es' if num_processes > 1 else ''}")
         on_all_processes(open_run)
+        if run_directory.finished:
+            # only its evaluation is missing
+            head.load_state_dict(load_head(run_directory.head).state_dict())
+            return head, base
         source.begin(run_directory, accelerator.process_index)
         tracker = None
         if is_main:
             path, name, run_id = run_directory.metrics, settings.name, run_directory.run_id
             tracker = Tracker(path, settings.tracker, name, run_id, announce)
             resources.enter_context(closing(tracker))
+            # a launcher may start fewer processes than requested without a message
+            num_processes = accelerator.num_processes
+            announce(f"training with {num_processes} process{'es' if num_processes > 1 else ''}")
         trainer.train(
             base,
             head,

@@ -71,14 +71,16 @@ class RunDirectory:
                 f"only a finished run can be {verb}, and {self.path} is not; train it to its end"
             )
 
-    def begin(self, config_text: str, identity: dict[str, Any]) -> None:
+    def begin(self, config_text: str, identity: dict[str, Any], *, evaluates: bool = False) -> None:
         """Open a new run, or resume an unfinished one; only the process with the lock may do this.
+
+        If it `evaluates`, a run without results resumes too, although its training has ended.
 
         The settings in YAML that change training, and the other facts of `identity`, must be the
         same. Incomplete files of a killed process are removed.
         """
-        if self.finished:
-            is_measured = (self.report / "results.json").is_file()
+        is_measured = (self.report / "results.json").is_file()
+        if self.finished and (is_measured or not evaluates):
             measure = "" if is_measured else f"measure it with specheads evaluate run={self.path}, "
             raise InputError(
                 f"a finished run is never overwritten, and {self.path} is finished; {measure}"

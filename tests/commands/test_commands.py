@@ -105,14 +105,27 @@ def test_finished_run_is_refused_and_unchanged(work: Path, refusal: Refusal):
     assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*")}
 
 
-def test_finished_run_that_was_not_measured_names_evaluate(
-    work: Path, refusal: Refusal, tmp_path: Path
+def test_train_again_measures_a_finished_run_without_results(
+    work: Path, execute: Execute, refusal: Refusal, tmp_path: Path
 ):
     run = tmp_path / "run"
     shutil.copytree(work / "runs" / "smoke", run)
-    (run / "report" / "results.json").unlink()
-    line = refusal("train", "recipe=smoke", *SMALL, f"run_dir={run}")
+    results = run / "report" / "results.json"
+    expected = results_of(results.parent)
+    results.unlink()
+    # training would begin again without them
+    shutil.rmtree(run / "checkpoints")
+    words = "recipe=smoke", *SMALL, f"run_dir={run}"
+    line = refusal("train", *words, "evaluate_after=false")
     assert f"is finished; measure it with specheads evaluate run={run}, choose" in line
+    changed = refusal("train", *words, "schedule.weight_decay=0.5")
+    assert "schedule.weight_decay was 0.1, now 0.5" in changed
+    kept = [run / name for name in ("head/model.safetensors", "metrics.jsonl")]
+    before = [(file.read_bytes(), file.stat().st_mtime_ns) for file in kept]
+    execute("train", *words)
+    assert results_of(results.parent)["offline"]["forwards"] == expected["offline"]["forwards"]
+    assert before == [(file.read_bytes(), file.stat().st_mtime_ns) for file in kept]
+    assert "a finished run is never overwritten" in refusal("train", *words)
 
 
 def test_evaluate_keeps_the_settings_of_the_run_except_overrides(
