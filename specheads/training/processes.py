@@ -163,6 +163,8 @@ def sharding_of(accelerator: Accelerator, device: str) -> Sharding | None:
         )
     shape, device_type = (num_processes // group, group), accelerator.device.type
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replica", "shard"))["shard"]
+    # groups that a mesh creates have torch's own limit
+    distributed.distributed_c10d._set_pg_timeout(TIMEOUT, mesh.get_group())
     if plugin is None:
         return Sharding(mesh, accelerator.device, tensor_parallel=True)
     return Sharding(

@@ -16,7 +16,7 @@ from specheads.config.shared import BaseSettings
 from specheads.core.errors import InputError
 from specheads.heads.load import _fingerprint
 from specheads.runs.trackers import read_metrics
-from specheads.training.processes import accelerator_of_environment, load_base
+from specheads.training.processes import TIMEOUT, accelerator_of_environment, load_base
 from tests import tiny
 from tests.training.in_processes import SHARED_OUT, forked, joined
 from tests.training.test_processes import ENVIRONMENT, REPOSITORY
@@ -41,6 +41,19 @@ def known_again(sharding: str) -> None:
 @pytest.mark.parametrize("sharding", ["fsdp2", "tensor"])
 def test_sharded_base_has_the_same_outputs(sharding: str):
     assert forked(2, known_again, sharding) == [0, 0]
+
+
+def wait_as_long_as_the_run(sharding: str) -> None:
+    shared_out = joined(sharding)[1].sharding
+    assert shared_out
+    assert shared_out.mesh.size() == 2
+    backend: Any = shared_out.mesh.get_group()._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == TIMEOUT
+
+
+@pytest.mark.parametrize("sharding", ["replicas", "tensor"])
+def test_groups_of_a_sharded_base_have_the_timeout_of_the_run(sharding: str):
+    assert forked(4, wait_as_long_as_the_run, sharding) == [0] * 4
 
 
 @pytest.mark.slow
