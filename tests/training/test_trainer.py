@@ -234,7 +234,10 @@ OVERLONG = {
         ({"sequence_length": 999}, "to 128, the base's context, got 999"),
         ({"sequence_length": 3}, "sequences of 4 tokens, for the depth of the head, .* got 3"),
         (OVERLONG, "got 999; change sequence_length"),
-        ({"accumulation_steps": 2}, "2 processes share batch_size=2 with accumulation_steps=2 in phase"),
+        (
+            {"accumulation_steps": 2},
+            "2 processes share batch_size=2 with accumulation_steps=2",
+        ),
     ],
 )
 def test_misfit_phase_is_refused(changes: dict, message: str):
