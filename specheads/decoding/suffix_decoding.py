@@ -11,6 +11,7 @@ smallest automaton recognizing the subwords of a text.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from operator import eq
 
@@ -25,12 +26,24 @@ MAX_COUNTED = 256
 tokens, others far fewer."""
 
 
-class SuffixAutomaton:
-    """The substrings of texts that grow, each with its number of places and the most recent one.
+@dataclass(slots=True)
+class SuffixState:
+    """A set of strings with the same places."""
 
-    A state is a set of strings with the same places. `links` lead to the longest suffix that has
-    more places.
-    """
+    length: int = 0
+    """Length of the longest of them."""
+    link: int = 0
+    """Index of the state of the longest suffix that has more places."""
+    children: dict[int, int] = field(default_factory=dict)
+    """Index of the state after each token that has followed."""
+    count: int = 0
+    """Number of places."""
+    end: int = 0
+    """The most recent place."""
+
+
+class SuffixAutomaton:
+    """The substrings of texts that grow, each with its number of places and the most recent one."""
 
     def __init__(self) -> None:
         self.num_resets = -1
@@ -40,76 +53,65 @@ class SuffixAutomaton:
         """Forget all texts."""
         self.num_resets += 1
         self.num_tokens, self.max_tokens = 0, MAX_TOKENS
-        self.children: list[dict[int, int]] = [{}]
-        self.links, self.lengths, self.counts, self.ends = [-1], [0], [0], [0]
+        self.states = [SuffixState(link=-1)]
 
-    def extend(self, state: int, token: int) -> int:
-        """Append a token to the text that ends at `state`; return the state of its new end."""
+    def extend(self, index: int, token: int) -> int:
+        """Append a token to the text that ends at state `index`; return that of its new end."""
+        states = self.states
         self.num_tokens += 1
-        if token in self.children[state]:
-            end = self._split(state, token)
+        if token in states[index].children:
+            end = self._split(index, token)
         else:
-            end = self._add_state(self.lengths[state] + 1, {}, 0, 0, 0)
-            while state >= 0 and token not in self.children[state]:
-                self.children[state][token] = end
-                state = self.links[state]
-            if state >= 0:
-                self.links[end] = self._split(state, token)
+            end = len(states)
+            states.append(SuffixState(states[index].length + 1))
+            while index >= 0 and token not in states[index].children:
+                states[index].children[token] = end
+                index = states[index].link
+            if index >= 0:
+                states[end].link = self._split(index, token)
         suffix = end
         for _ in range(MAX_COUNTED):
             if not suffix:
                 break
-            self.counts[suffix] += 1
-            self.ends[suffix] = self.num_tokens
-            suffix = self.links[suffix]
+            state = states[suffix]
+            state.count += 1
+            state.end = self.num_tokens
+            suffix = state.link
         return end
 
-    def find_match(self, state: int) -> int:
+    def find_match(self, index: int) -> int:
         """Return the state of the longest suffix after which a token is known, zero for none."""
-        while state > 0 and not self.children[state]:
-            state = self.links[state]
-        return state
+        while index > 0 and not self.states[index].children:
+            index = self.states[index].link
+        return index
 
-    def predict(self, state: int, num_tokens: int) -> list[int]:
+    def predict(self, index: int, num_tokens: int) -> list[int]:
         """Return the tokens that followed most often, after a match, while they are likely."""
         tokens, probability = [], 1.0
         # where a text ends, a shorter suffix continues
-        while len(tokens) < num_tokens and (state := self.find_match(state)) > 0:
-            children, counts, ends = self.children[state], self.counts, self.ends
-            token = max(children, key=lambda key: (counts[children[key]], ends[children[key]]))
-            state = children[token]
-            probability *= counts[state] / sum(counts[child] for child in children.values())
+        while len(tokens) < num_tokens and (index := self.find_match(index)) > 0:
+            children = self.states[index].children
+            states = {token: self.states[child] for token, child in children.items()}
+            token = max(states, key=lambda key: (states[key].count, states[key].end))
+            index = children[token]
+            probability *= states[token].count / sum(state.count for state in states.values())
             if probability < MIN_PROBABILITY:
                 break
             tokens.append(token)
         return tokens
 
-    def _add_state(
-        self, length: int, children: dict[int, int], link: int, count: int, end: int
-    ) -> int:
-        self.children.append(children)
-        self.links.append(link)
-        self.lengths.append(length)
-        self.counts.append(count)
-        self.ends.append(end)
-        return len(self.links) - 1
-
-    def _split(self, state: int, token: int) -> int:
-        """Return the state of the longest string of `state` with the token, and no longer one."""
-        child, length = self.children[state][token], self.lengths[state] + 1
-        if self.lengths[child] == length:
+    def _split(self, index: int, token: int) -> int:
+        """Return the state of the longest string of a state with the token, and no longer one."""
+        states, child = self.states, self.states[index].children[token]
+        old, length = states[child], states[index].length + 1
+        if old.length == length:
             return child
-        copy = self._add_state(
-            length,
-            self.children[child].copy(),
-            self.links[child],
-            self.counts[child],
-            self.ends[child],
-        )
-        self.links[child] = copy
-        while state >= 0 and self.children[state].get(token) == child:
-            self.children[state][token] = copy
-            state = self.links[state]
+        copy = len(states)
+        states.append(replace(old, length=length, children=old.children.copy()))
+        old.link = copy
+        while index >= 0 and states[index].children.get(token) == child:
+            states[index].children[token] = copy
+            index = states[index].link
         return copy
 
 
@@ -122,7 +124,7 @@ class LookupText:
     def __init__(self, tokens: Iterable[int] = (), memory: SuffixAutomaton | None = None) -> None:
         self._text = list(tokens)
         self._automaton = SuffixAutomaton() if memory is None else memory
-        self._num_read = self._state = 0
+        self._num_read = self._end = 0
         self._num_resets = self._automaton.num_resets
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -138,15 +140,14 @@ class LookupText:
         if automaton.num_tokens > automaton.max_tokens:
             automaton.reset()
         if automaton.num_resets != self._num_resets:
-            self._num_read, self._state = 0, 0
-            self._num_resets = automaton.num_resets
+            self._num_read, self._end, self._num_resets = 0, 0, automaton.num_resets
             # read again: it is not new, and would make the automaton forget at every step
             automaton.max_tokens += len(self._text)
         for token in self._text[self._num_read :]:
-            self._state = automaton.extend(self._state, token)
+            self._end = automaton.extend(self._end, token)
         self._num_read = len(self._text)
-        tokens = automaton.predict(self._state, copied)
-        length = automaton.lengths[automaton.find_match(self._state)] if tokens else 0
+        tokens = automaton.predict(self._end, copied)
+        length = automaton.states[automaton.find_match(self._end)].length if tokens else 0
         return min(length, MAX_MATCH), tokens
 
 
