@@ -56,45 +56,34 @@ class DraftMethod:
 
     drafter: Drafter | None
     tree: policies.TreePolicy
+    shares_text: bool = False
+    """Whether it also copies from prompts and answers before the one that it decodes."""
     batches: bool = True
+    decoded: list[list[int]] = field(default_factory=list)
+    """With `shares_text`, each prompt with its answer, in order."""
 
     def decode(
         self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
     ) -> list[DecodedPrompt]:
         """Decode every prompt and count its forwards."""
-        return decode_prompts(base, self.drafter, prompts, replace(generation, tree=self.tree))
-
-    def time(
-        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
-    ) -> Timing:
-        """Decode prompts together once and time it."""
-        return time_generate(base, self.drafter, prompts, replace(generation, tree=self.tree))
-
-
-@dataclass(frozen=True, slots=True)
-class SuffixMethod(DraftMethod):
-    """A method that also copies from prompts and answers before the one it decodes."""
-
-    decoded: list[list[int]] = field(default_factory=list)
-    """Each prompt with its answer, in order."""
-
-    def decode(
-        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
-    ) -> list[DecodedPrompt]:
-        """Decode every prompt, and count its forwards, with those before it in memory."""
-        out = DraftMethod.decode(self, base, prompts, replace(generation, memory=SuffixAutomaton()))
-        pairs = zip(prompts, out, strict=True)
-        self.decoded[:] = [prompt + answer.tokens for prompt, answer in pairs]
+        memory = SuffixAutomaton() if self.shares_text else None
+        generation = replace(generation, tree=self.tree, memory=memory)
+        out = decode_prompts(base, self.drafter, prompts, generation)
+        if self.shares_text:
+            pairs = zip(prompts, out, strict=True)
+            self.decoded[:] = [prompt + answer.tokens for prompt, answer in pairs]
         return out
 
     def time(
         self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
     ) -> Timing:
-        """Time prompts with the same memory: a repetition must not know their answers."""
-        memory, first = SuffixAutomaton(), prompts[0]
+        """Decode prompts together once, with those before them in memory, and time it."""
+        memory, first = SuffixAutomaton() if self.shares_text else None, prompts[0]
+        # a repetition must not know their answers
         for text in takewhile(lambda text: text[: len(first)] != first, self.decoded):
             LookupText(text, memory).find(1)
-        return DraftMethod.time(self, base, prompts, replace(generation, memory=memory))
+        generation = replace(generation, tree=self.tree, memory=memory)
+        return time_generate(base, self.drafter, prompts, generation)
 
 
 def make_methods(
@@ -111,7 +100,7 @@ def make_methods(
     chain = policies.chain(DRAFT_DEPTH)
     untrained: dict[str, Callable[[], Method]] = {
         "prompt_lookup": lambda: DraftMethod(None, lookup_tree(COPIED_TOKENS)),
-        "suffix": lambda: SuffixMethod(None, lookup_tree(COPIED_TOKENS)),
+        "suffix": lambda: DraftMethod(None, lookup_tree(COPIED_TOKENS), shares_text=True),
         "streaming": lambda: DraftMethod(
             Streaming(base, DRAFT_DEPTH, sinks=SINKS, window=WINDOW), chain
         ),
@@ -133,10 +122,10 @@ def make_methods(
         if name == "head":
             methods |= {label: DraftMethod(head, trees[label]) for label, head in heads.items()}
         elif name in HYBRIDS:
-            kind = DraftMethod if name == "hybrid" else SuffixMethod
             for label, head in heads.items():
                 hybrid = name if label == "head" else f"{label}_{name}"
-                methods[hybrid] = kind(head, HybridTree(trees[label], COPIED_TOKENS))
+                tree = HybridTree(trees[label], COPIED_TOKENS)
+                methods[hybrid] = DraftMethod(head, tree, shares_text=name != "hybrid")
         else:
             methods[name] = untrained[name]()
     return methods
