@@ -47,16 +47,15 @@ class Config:
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
 
-class _Norm(nn.Module):
+class _Norm(nn.RMSNorm):
     """Root-mean-square norm with a bias, as in the published checkpoints."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        super().__init__(width, EPSILON)
         self.bias = nn.Parameter(torch.zeros(width))
 
-    def forward(self, values: Tensor) -> Tensor:
-        return F.rms_norm(values, self.weight.shape, self.weight, EPSILON) + self.bias
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.bias
 
 
 class Head(RecurrentHead):

@@ -386,15 +386,20 @@ class HeadCache:
 
     @classmethod
     def empty(
-        cls, layers: Sequence[LlamaLayer], batch: int, capacity: int, window: int | None = None
+        cls,
+        layers: Sequence[LlamaLayer],
+        batch: int,
+        capacity: int,
+        windows: Sequence[int | None] = (None,),
     ) -> "HeadCache":
         """Return rows without positions, in the dtype and on the device of these layers.
 
-        Layers have one shape and one window.
+        Layers have one shape, and `windows` differ in None only.
         """
         attention = layers[0].self_attn
         weight, heads = attention.k_proj.weight, len(layers) * attention.num_key_value_heads
         lengths = torch.zeros(batch, dtype=torch.long).to(weight.device)
+        window = None if None in windows else windows[0]
         if window is not None and window + SPARE_SLOTS >= capacity:
             window = None
         size = capacity if window is None else window + SPARE_SLOTS

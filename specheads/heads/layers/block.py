@@ -192,16 +192,14 @@ class BlockHead(BorrowingHead):
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         positions, fused = features.positions().expand_as(tokens), self._fuse(features)
 
-        def mask(window: int | None) -> Bool[Tensor, "batch query key"]:
+        def mask(window: int | None) -> Bool[Tensor, "batch query time"]:
             visible = limit_to_window(features.causal_mask(), window)
             visible = visible.expand(len(tokens), -1, -1)[rows, columns]
             visible = visible.repeat_interleave(self.config.num_slots, dim=1)
             if window and self.config.window_counts_slots:
                 ends = (columns[..., None] + 1 + self._slots()).flatten(1)[..., None]
                 visible &= torch.arange(tokens.shape[1], device=tokens.device) > ends - window
-            return block_mask(
-                visible, self.config.num_slots, causal=bool(window) and self.config.causal
-            )
+            return visible
 
         texts = (layer.self_attn.project_keys_values(fused, positions) for layer in self.blocks())
         roots = tokens.roll(-1, 1)[rows, columns]
@@ -216,8 +214,8 @@ class BlockHead(BorrowingHead):
 
     def memory(self, batch: int, capacity: int) -> HeadCache:
         """Return empty slots for the keys and values of committed positions in all layers."""
-        window = None if self.config.full_layers else self.config.sliding_window
-        return HeadCache.empty(self.blocks(), batch, capacity, window)
+        windows = layer_windows(self.config, self.config.num_layers)
+        return HeadCache.empty(self.blocks(), batch, capacity, windows)
 
     @torch.no_grad()
     def begin(self, committed: Committed, memory: HeadCache) -> Guesses:
@@ -227,15 +225,10 @@ class BlockHead(BorrowingHead):
         fresh = [layer.self_attn.project_keys_values(fused, positions) for layer in layers]
         memory.write(torch.cat(fresh, dim=1), positions)
 
-        def mask(window: int | None) -> Bool[Tensor, "batch query key"]:
-            counts_slots = bool(window) and self.config.window_counts_slots
-            causal = bool(window) and self.config.causal
+        def mask(window: int | None) -> Bool[Tensor, "batch query time"]:
+            counts_slots = window and self.config.window_counts_slots
             ends = memory.lengths[:, None] + self._slots() if counts_slots else None
-            visible = memory.visible(ends, window)
-            if causal or counts_slots:
-                visible = visible.expand(-1, self.config.num_slots, -1)
-                return block_mask(visible, self.config.num_slots, causal=causal)
-            return nn.functional.pad(visible, (0, self.config.num_slots), value=True)
+            return memory.visible(ends, window)
 
         texts = map(memory.text, range(len(layers)))
         hidden = self.draft_blocks(root, memory.lengths[:, None], texts, mask)
@@ -265,11 +258,13 @@ class BlockHead(BorrowingHead):
         """Return the hidden states of the levels of blocks, with anchors `roots` at `starts`.
 
         `texts` are the keys and values of the features for each layer. `mask` returns that of a
-        window (batch, query, key), over the features and then the slots; its query axis may be one.
+        window over the features (batch, query, time); its query axis may be one.
         """
-        windows = layer_windows(self.config, self.config.num_layers)
-        masks = {window: mask(window) for window in {*windows}}
-        slots = self._slots()
+        windows, slots = layer_windows(self.config, self.config.num_layers), self._slots()
+        masks = {
+            window: block_mask(mask(window), len(slots), causal=bool(window) and self.config.causal)
+            for window in {*windows}
+        }
         tokens = torch.where(slots == 0, roots[..., None], self.mask_token)
         stream = self.embed(tokens, self.fc.weight).flatten(1, 2)
         positions = (starts[..., None] + slots).flatten(1)
@@ -322,12 +317,17 @@ def join_hidden(
 
 
 def block_mask(
-    visible: Bool[Tensor, "batch query time"], slots: int, *, causal: bool = False
+    visible: Bool[Tensor, "batch alike time"], slots: int, *, causal: bool = False
 ) -> Bool[Tensor, "batch query key"]:
     """Append to a mask of slots over the text that over the slots of their block.
 
-    With `causal` a slot sees its block up to itself.
+    A mask of one query is that of all slots of one block. With `causal` a slot sees its block up to
+    itself.
     """
+    if visible.shape[1] == 1:
+        if not causal:
+            return nn.functional.pad(visible, (0, slots), value=True)
+        visible = visible.expand(-1, slots, -1)
     blocks = torch.arange(visible.shape[1], device=visible.device) // slots
     is_same = blocks[:, None] == blocks
     is_same = (is_same.tril() if causal else is_same).expand(len(visible), -1, -1)
@@ -403,24 +403,9 @@ def read_block(
     network = next((kind for kind, name in NETWORKS.items() if settings.get(name)), "dflash")
     if not is_read or head.__module__.rpartition(".")[2] != network:
         return None
-    window, full_layers, plain = draft_window(settings, settings.get("num_hidden_layers", 0))
-    causal, used = False, OWN_SETTINGS[network]
-    by_modelopt = not by_speculators and bool(settings.get("use_swa"))
-    if by_speculators:
-        bidirectional = settings.get("sliding_window_non_causal", network == "dflash2")
-        causal = bool(window) and not bidirectional
-    elif by_modelopt:
-        # the window of all layers, which are still named full
-        window, full_layers = settings.get("swa_window_size"), []
-        plain, used = {"layer_types": "full_attention"}, (*used, *MODELOPT)
-        window = window if is_allowed(PositiveInt, window) else None
-        # an explicit is_causal has priority, and must be false
-        causal = bool(settings.get("causal")) and settings.get("is_causal") is None
-    elif window and not by_deepspec and config.get("model_type") != BY_TRANSFORMERS:
-        # z-lab's layers with a window, and only they, are causal by default (sglang#34524)
-        causal = settings.get("is_causal", settings.get("causal")) is not False
-        used += ("is_causal", "causal") if causal and not full_layers else ()
+    window, fixed, used = _read_window(settings, network, by_deepspec=by_deepspec)
     weights = {_our_name(name): value for name, value in tensors.items()}
+    sinks = [name for name in weights if name.endswith("attention_sink_bias")]
     has_confidence = any(name.startswith("confidence_head.") for name in weights)
     by_default = by_deepspec or by_speculators == "dspark"
     own = dict.fromkeys(ANCHORED, True) if network == "domino" else {}
@@ -433,12 +418,12 @@ def read_block(
         config,
         *(config.get(name, {}) for name in (*SECTIONS, "dflash_config")),
         {"rope_type": scaling.get("rope_type")},
-        used=(*LAYERS, *SPECULATORS, *USED, *FIXED_MARKOV, *used),
+        used=(*LAYERS, *SPECULATORS, *USED, *FIXED_MARKOV, *OWN_SETTINGS[network], *used),
         fixed=FIXED
         | own
         | {"target_hidden_size": settings["hidden_size"]}
         | {"projector_type": "dspark" if by_default else network}
-        | plain,
+        | fixed,
     )
     # in ModelOpt's and RadixArk's folders null is no choice
     shifted = settings.get("shift_label")
@@ -456,15 +441,8 @@ def read_block(
         "aux_layers": list(settings.get("aux_hidden_state_layer_ids") or layers),
         "mask_token": settings["mask_token_id"],
         "sample_from_anchor": anchored,
-        "sliding_window": window,
-        "full_layers": full_layers,
-        "full_layer_sinks": any(
-            f"layers.{index}.self_attn.attention_sink_bias" in weights for index in full_layers
-        )
-        or not full_layers,
-        "causal": causal,
-        # attention that is not causal has the window on both sides of a slot in z-lab's code
-        "window_counts_slots": bool(window) and not by_speculators,
+        **window,
+        "full_layer_sinks": len(sinks) in (0, settings["num_hidden_layers"]),
         "attention_sink": any(settings.get(name) for name in SINK),
         **{name: settings[name] for name in OWN_SETTINGS[network]},
         **({"confidence_head": has_confidence} if network == "dspark" else {}),
@@ -479,6 +457,36 @@ def read_block(
     if embedding is not None and projection is not None and len(projection) == len(embedding):
         block_head.bind(embedding, projection)
     return block_head
+
+
+def _read_window(
+    settings: dict[str, Any], network: str, *, by_deepspec: bool
+) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+    """Return the settings of a window, the only values of others, and the names of used ones."""
+    window, full_layers, fixed = draft_window(settings, settings.get("num_hidden_layers", 0))
+    by_speculators, causal, used = bool(settings.get("speculators_model_type")), False, ()
+    if by_speculators:
+        bidirectional = settings.get("sliding_window_non_causal", network == "dflash2")
+        causal = bool(window) and not bidirectional
+    elif settings.get("use_swa"):
+        # ModelOpt's window of all layers, which are still named full
+        window, full_layers = settings.get("swa_window_size"), []
+        window = window if is_allowed(PositiveInt, window) else None
+        fixed, used = {"layer_types": "full_attention"}, MODELOPT
+        # an explicit is_causal has priority, and must be false
+        causal = bool(settings.get("causal")) and settings.get("is_causal") is None
+    elif window and not by_deepspec and settings.get("model_type") != BY_TRANSFORMERS:
+        # z-lab's layers with a window, and only they, are causal by default (sglang#34524)
+        causal = settings.get("is_causal", settings.get("causal")) is not False
+        used = ("is_causal", "causal") if causal and not full_layers else ()
+    values = {
+        "sliding_window": window,
+        "full_layers": full_layers,
+        "causal": causal,
+        # attention that is not causal has the window on both sides of a slot in z-lab's code
+        "window_counts_slots": bool(window) and not by_speculators,
+    }
+    return values, fixed, used
 
 
 def _our_name(name: str) -> str:

@@ -103,10 +103,7 @@ class FeedbackHead(BorrowingHead):
 
     def memory(self, batch: int, capacity: int) -> HeadCache:
         """Return empty slots for the keys and values of committed positions."""
-        windows = self.windows(0)
-        return HeadCache.empty(
-            self.blocks(), batch, capacity, None if None in windows else windows[0]
-        )
+        return HeadCache.empty(self.blocks(), batch, capacity, self.windows(0))
 
     @torch.no_grad()
     def begin(self, committed: Committed, memory: HeadCache) -> Guesses:
