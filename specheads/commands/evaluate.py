@@ -19,8 +19,7 @@ from specheads.config.commands import Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import writable_folder
-from specheads.data.context_prompts import prepend_context
-from specheads.data.prompts import PromptSet, drop_long_prompts, load_prompts
+from specheads.data.prompts import PromptSet, drop_long_prompts, load_prompts, prepend_context
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees.policies import TreePolicy
 from specheads.decoding.trees.tuned import Tuned, fixed_policy

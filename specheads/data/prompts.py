@@ -3,24 +3,25 @@
 import hashlib
 import json
 import random
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from specheads.config.data import PATHLESS_SOURCES, DataSettings
+from specheads.config.data import PATHLESS_SOURCES, DataSettings, SourceSettings
 from specheads.core.errors import InputError
-from specheads.data.bad_rows import MAX_SHOWN, locate_errors
+from specheads.core.files import local_path
+from specheads.data.bad_rows import MAX_SHOWN, BadRows, locate_errors
 from specheads.data.chat import Template, refuse_fixed_thinking
 from specheads.data.conversations import first_answer, last_message, question
-from specheads.data.encode import QUESTION_TEXT, Tokenizer, affix_ids, encode_prompt
-from specheads.data.files import Row
-from specheads.data.prompt_sets import PROMPT_NAMES, read_prompt_rows
-from specheads.data.sources import read_split
+from specheads.data.encode import QUESTION_TEXT, Tokenizer, affix_ids, encode_prompt, encode_text
+from specheads.data.files import JSONL, TABLES, Row, rows_of
+from specheads.data.sources import HubDataset, read_source, read_split
 from specheads.data.tokenise import cut_windows, tokenise_corpus
 
 T = TypeVar("T")
@@ -293,3 +294,149 @@ def _apply_template(template: Template, conversation: Row) -> tuple[list[int], i
     located = messages[last] | {"content": QUESTION_TEXT + messages[last]["content"]}
     text = render([*messages[:last], located, *messages[last + 1 :]], tools, **prompt_only)
     return ids, int(np.searchsorted(offsets[:, 0], text.find(QUESTION_TEXT)))
+
+
+# --- public sets and users' files --------------------------------------------------------------
+
+
+def _hub_set(path: str, **settings: Any) -> SourceSettings:
+    return SourceSettings(source="hub", path=path, **settings)
+
+
+PUBLIC_PROMPT_SETS = {
+    "humaneval": _hub_set("openai/openai_humaneval", split="test"),
+    "mbpp": _hub_set("google-research-datasets/mbpp", config="full", split="test"),
+    "gsm8k": _hub_set("openai/gsm8k", config="main", split="test"),
+    "math500": _hub_set("HuggingFaceH4/MATH-500", split="test"),
+    "aime": _hub_set("math-ai/aime25", split="test"),
+    "mt_bench": _hub_set("HuggingFaceH4/mt_bench_prompts"),
+    "alpaca": _hub_set("tatsu-lab/alpaca"),
+    "arena_hard": _hub_set(
+        "lmarena-ai/arena-hard-auto", patterns=["data/arena-hard-v2.0/question.jsonl"]
+    ),
+    # datasets does not run this set's script, so its newest file (release_v6) is read
+    "livecodebench": _hub_set(
+        "json",
+        patterns=[
+            "https://huggingface.co/datasets/livecodebench/code_generation_lite/resolve/"
+            "0fe84c3912ea0c4d4a78037083943e8f0c4dd505/test6.jsonl"
+        ],
+    ),
+    # this one is in its own repository and not on the Hub
+    "spec_bench": _hub_set(
+        "json",
+        patterns=[
+            "https://raw.githubusercontent.com/hemingkx/Spec-Bench/"
+            "fd2c1cd7d2201ef71db4c5f4e455008f017967bf/data/spec_bench/question.jsonl"
+        ],
+    ),
+}
+"""Public sets by name. A local file in the same format works too."""
+PROMPT_NAMES = (*PATHLESS_SOURCES, "held_out", *PUBLIC_PROMPT_SETS)
+SPEED_BENCH = re.compile(r"qualitative|throughput_(\d+k)")
+"""Names of SPEED-Bench's subsets: files or folders, as its scripts write them."""
+UNRESOLVED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+"""Replaces text that may not be redistributed in SPEED-Bench's rows on the Hub."""
+
+
+def read_prompt_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each row of a set, file or folder with its location, which error messages name."""
+    if name in PUBLIC_PROMPT_SETS:
+        yield from HubDataset(PUBLIC_PROMPT_SETS[name]).rows(0, BadRows())
+        return
+    path = local_path(name)
+    candidates = sorted(filter(_match_subset, path.rglob("*"))) if path.is_dir() else [path]
+    files = [
+        file for file in candidates if file.name.endswith((*JSONL, *TABLES)) and file.is_file()
+    ]
+    if not files:
+        raise InputError(
+            f"prompts must be {', '.join(PROMPT_NAMES)}, a folder of SPEED-Bench with "
+            "qualitative.jsonl or throughput_1k.jsonl, or a .jsonl or .parquet file that exists; "
+            f"got {name!r}"
+        )
+    for file in files:
+        subset = _match_subset(file)
+        for location, row in rows_of([file]):
+            yield location, _with_turns(row, location, subset[1] or "") if subset else row
+
+
+def _match_subset(file: Path) -> re.Match[str] | None:
+    """Match the subset of SPEED-Bench that a file holds: NAME.jsonl, or NAME/test.parquet."""
+    stem = file.name.partition(".")[0]
+    return SPEED_BENCH.fullmatch(stem) or SPEED_BENCH.fullmatch(file.parent.name)
+
+
+def _with_turns(row: dict[str, Any], location: str, input_length: str) -> dict[str, Any]:
+    """Return a row of SPEED-Bench with `turns`, which its scripts also write as `messages`."""
+    messages, turns = row.get("messages"), row.get("turns")
+    if isinstance(messages, list) and all(
+        isinstance(message, dict) and message.get("role") == "user" for message in messages
+    ):
+        turns = [message.get("content") for message in messages]
+    with locate_errors(location):
+        if UNRESOLVED in str(turns):
+            raise InputError(
+                "rows of SPEED-Bench must hold their prompts (write the folder with the prepare "
+                "script of NeMo-Skills or ModelOpt, which fetches them)",
+                fault="has a placeholder",
+            )
+    columns = {name: value for name, value in row.items() if name != "messages"}
+    return columns | {"turns": turns, "input_length": input_length}
+
+
+# --- prompts at several lengths ----------------------------------------------------------------
+
+
+def prepend_context(
+    prompts: PromptSet, contexts: Sequence[int], source: str, tokenizer: Tokenizer
+) -> list[PromptSet]:
+    """Return the prompts at each of these lengths, filled with text in front of their questions.
+
+    Every question has a stretch of the text of its own. A longer context adds text before the same
+    end of that stretch, so the prompts of two lengths are paired. `contexts` ascend. `source` is a
+    file or folder of text, or "python_stdlib", of which files are used that are never trained on.
+    """
+    separator = encode_text(tokenizer, "\n\n", add_special_tokens=False)
+    needed = max(len(prompt.tokens) for prompt in prompts.prompts) + len(separator)
+    if contexts[0] < needed:
+        raise InputError(
+            f"a context must hold the longest prompt and a blank line, {needed} tokens, got "
+            f"{contexts[0]}; leave it out, or choose shorter prompts"
+        )
+    longest, gaps = contexts[-1], max(len(prompts.prompts) - 1, 1)
+    ids = _read_tokens(source, tokenizer, longest * (gaps + 1))
+    if len(ids) < longest:
+        raise InputError(
+            f"the text in front of the questions must fill the longest context, {source} has "
+            f"{len(ids)} tokens for {longest}; name more text in context_text, or lower contexts"
+        )
+    num_prompts = len(prompts.prompts)
+    ends = [longest + index * (len(ids) - longest) // gaps for index in range(num_prompts)]
+
+    def fill(prompt: Prompt, length: int, end: int) -> Prompt:
+        begin = end - (length - len(prompt.tokens) - len(separator))
+        text, question = ids[begin:end] + separator, prompt.question_start
+        return replace(prompt, tokens=prompt.tokens[:question] + text + prompt.tokens[question:])
+
+    return [
+        PromptSet.of(
+            prompts.name,
+            [fill(prompt, length, end) for prompt, end in zip(prompts.prompts, ends, strict=True)],
+        )
+        for length in contexts
+    ]
+
+
+def _read_tokens(source: str, tokenizer: Tokenizer, num_tokens: int) -> list[int]:
+    """Return the first tokens of a source: at least `num_tokens`, or all that it has."""
+    is_stdlib, ids = source == "python_stdlib", list[int]()
+    files = SourceSettings(
+        source=source if is_stdlib else "files", path="" if is_stdlib else source
+    )
+    for split, _, document in read_source(files):
+        if split == "prompts" or not is_stdlib:
+            ids += encode_text(tokenizer, f"{document['text']}\n\n", add_special_tokens=False)
+        if len(ids) >= num_tokens:
+            break
+    return ids

@@ -18,7 +18,7 @@ from specheads.base.file_checks import auto_class
 from specheads.base.gguf import PACKAGE
 from specheads.core.drafter import Head
 from specheads.core.files import HUB_ID, from_json, read_json, write_atomic
-from specheads.data.prompt_sets import PUBLIC_PROMPT_SETS
+from specheads.data.prompts import PUBLIC_PROMPT_SETS
 from specheads.data.sources import is_on_hub
 from specheads.export.layouts import engine_module, engines, objection
 from specheads.measure.results import Results

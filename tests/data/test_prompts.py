@@ -19,12 +19,12 @@ from transformers import PreTrainedTokenizerBase
 from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
 from specheads.data import files, sources
-from specheads.data.context_prompts import prepend_context
 from specheads.data.prompts import (
     PromptSet,
     drop_long_prompts,
     held_out_prompts,
     load_prompts,
+    prepend_context,
 )
 from specheads.data.sources import split_of
 from tests.data.conftest import CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
