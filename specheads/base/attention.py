@@ -7,6 +7,7 @@ forward, which the layers pass on. See docs/tree_verification.md.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -310,47 +311,38 @@ def merge_parts(first: Part, second: Part) -> Tensor:
 # --- documents: masked scores are not computed ----------------------------------------------------
 
 
-class DocumentAttention:
-    """Attention within each document of a packed batch, in all layers of one forward."""
-
-    def __init__(self, documents: PackedDocuments) -> None:
-        self.documents = documents
-
-    def __call__(self, inputs: AttentionInputs) -> Tensor:
-        """Compute attention (batch, time, heads, width)."""
-        _, query, key, value, _, scaling, settings = inputs
-        on_cuda = query.device.type == "cuda"
-        is_uniform = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
-        fits = not on_cuda or (is_uniform and flash_supports(query.dtype, query.shape[-1]))
-        if changes_scores(inputs) or settings.get("dropout") or not fits:
-            return _compute_as_transformers(inputs)
-        lengths, bounds = self.documents
-        # one split along one axis needs only one concatenation in the backward pass
-        flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
-        if on_cuda:
-            mixed = _attend_flash(flat[0], flat[1], flat[2], bounds, max(lengths), scaling)
-            return mixed.unflatten(0, (len(query), -1))
-        mixed_documents = []
-        for states in zip(*(values.split(lengths) for values in flat), strict=True):
-            document_states = [piece.transpose(0, 1)[None] for piece in states]
-            mixed = F.scaled_dot_product_attention(
-                *document_states,
-                is_causal=True,
-                scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-            mixed_documents.append(mixed[0].transpose(0, 1))
-        return torch.cat(mixed_documents).unflatten(0, (len(query), -1))
-
-
 def document_attention(
     documents: PackedDocuments, windows: Sequence[int | None]
-) -> DocumentAttention | None:
+) -> Attention | None:
     """Return attention within documents; None if a window is shorter than a document."""
     longest = max(documents.lengths)
     if any(window is not None and window < longest for window in windows):
         return None
-    return DocumentAttention(documents)
+    return partial(_attend_documents, documents)
+
+
+def _attend_documents(documents: PackedDocuments, inputs: AttentionInputs) -> Tensor:
+    """Compute attention within each document of a packed batch: (batch, time, heads, width)."""
+    _, query, key, value, _, scaling, settings = inputs
+    on_cuda, is_grouped = query.device.type == "cuda", query.shape[1] != key.shape[1]
+    is_uniform = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
+    fits = not on_cuda or (is_uniform and flash_supports(query.dtype, query.shape[-1]))
+    if changes_scores(inputs) or settings.get("dropout") or not fits:
+        return _compute_as_transformers(inputs)
+    lengths, bounds = documents
+    # one split along one axis needs only one concatenation in the backward pass
+    flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
+    if on_cuda:
+        mixed = _attend_flash(flat[0], flat[1], flat[2], bounds, max(lengths), scaling)
+        return mixed.unflatten(0, (len(query), -1))
+    mixed_documents = []
+    for states in zip(*(values.split(lengths) for values in flat), strict=True):
+        document_states = [piece.transpose(0, 1)[None] for piece in states]
+        mixed = F.scaled_dot_product_attention(
+            *document_states, is_causal=True, scale=scaling, enable_gqa=is_grouped
+        )
+        mixed_documents.append(mixed[0].transpose(0, 1))
+    return torch.cat(mixed_documents).unflatten(0, (len(query), -1))
 
 
 def _attend_flash(

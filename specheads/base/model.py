@@ -87,17 +87,16 @@ class FrozenBase(BaseEnds):
         )
         if adapter:
             lora.merge(loaded, adapter)
-        if isinstance(device, Sharding):
-            device.apply(loaded)
-        loaded.eval().requires_grad_(False)
-        if isinstance(device, Sharding):
+        sharding = device if isinstance(device, Sharding) else None
+        if sharding:
+            sharding.apply(loaded)
             # a part of a base verifies nothing
             compile = False
         name = str(model)
         base = cls(loaded, tokenizer, name=name, revision=revision, compile=compile, exact=exact)
         base.location = absolute_folder(loaded.name_or_path or "")
         base.adapter = absolute_folder(adapter)
-        base.sharding = device if isinstance(device, Sharding) else None
+        base.sharding = sharding
         return base
 
     def merge(self, adapter: str | Path) -> None:

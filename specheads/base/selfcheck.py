@@ -165,11 +165,8 @@ def _decodes_exactly(forwards: Forwards) -> bool:
     """Return whether a path of a tree has the logits of its tokens one by one, bit for bit."""
     # the levels of the tree are on both sides of a multiple of the blocks of exact attention
     length = 3 * BLOCK - 2
-    tokens = (
-        torch.arange(3, 3 + length + 7)[None]
-        * 7919
-        % len(vocabulary_projection(forwards.model).weight)
-    )
+    vocab_size = len(vocabulary_projection(forwards.model).weight)
+    tokens = torch.arange(3, 3 + length + 7)[None] * 7919 % vocab_size
     text, nodes = tokens[:, :length], tokens[:, length:]
     parents = [-1, 0, 0, 2, 2, 4, 4]
     cache = forwards.cache(1, length + 7)

@@ -28,7 +28,7 @@ from specheads.heads.load import copy_head
 ABOUT = "a copy of the base, for transformers, vLLM and all that draft with its own module"
 
 
-SETTINGS = (
+SETTINGS = all_of(
     *("attention_heads", "key_value_heads", "head_dim", "inner_dim", "rope_theta", "rope_scaling"),
     *("hidden_first", "qk_norm", "attention_bias", "epsilon"),
     *("rotary_share", "output_gate", "experts"),
@@ -81,12 +81,5 @@ def objection(head: Head, base: BaseEnds) -> str:
     return ""
 
 
-LAYOUTS = {
-    "mtp": Layout(
-        write,
-        all_of(*SETTINGS),
-        "run",
-        "by transformers 5.23 and vLLM 0.32.0 on a CPU (`make vllm`)",
-        objection=objection,
-    )
-}
+RUN = "by transformers 5.23 and vLLM 0.32.0 on a CPU (`make vllm`)"
+LAYOUTS = {"mtp": Layout(write, SETTINGS, "run", RUN, objection=objection)}

@@ -37,13 +37,9 @@ def write(head: Head, base: BaseEnds, out: Path) -> Folder:
     return Folder(config, tensors, (line,))
 
 
+RUN = "by transformers 5.23 on a CPU"
 LAYOUTS = {
     "dflash": Layout(
-        write,
-        _shared.DFLASH,
-        "run",
-        "by transformers 5.23 on a CPU",
-        lowest=1,
-        objection=_shared.scaled_embedding,
+        write, _shared.DFLASH, "run", RUN, lowest=1, objection=_shared.scaled_embedding
     )
 }
