@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
+from transformers.integrations import hub_kernels
 
 from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.file_checks import attention_of, auto_class
@@ -414,8 +415,22 @@ class FusedKernels(TorchFunctionMode):
     """Makes attention and experts on the meta device allocate as their kernels do.
 
     Otherwise attention would use the math kernel, which stores the whole attention matrix. The
-    grouped product of experts has no shapes there except in bfloat16.
+    grouped product of experts has no shapes there except in bfloat16. Recurrent layers run
+    transformers' own code, because fla, mamba-ssm and causal-conv1d compute on GPUs only.
     """
+
+    def __enter__(self) -> "FusedKernels":
+        """Begin."""
+        self.is_exporting = hub_kernels.is_torchdynamo_exporting
+        # the wrappers of kernels run transformers' own code when a model is exported
+        hub_kernels.is_torchdynamo_exporting = lambda: True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End."""
+        hub_kernels.is_torchdynamo_exporting = self.is_exporting
+        super().__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,14 +1,17 @@
 """The plan of a run, and batch_size=auto."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.model import FrozenBase
@@ -22,6 +25,7 @@ from specheads.training import batch_sizes, depth_loss
 from specheads.training import plan as planner
 from specheads.training.batch_sizes import largest_batch_sizes, resolve_batch_sizes
 from specheads.training.memory import (
+    FusedKernels,
     MetaTraining,
     PeakMemory,
     StageMemory,
@@ -268,6 +272,19 @@ def test_text_of_a_base_with_states_and_experts_is_planned(dtype, tmp_path):
     text = settings.schedule.phases["distilled"].distill
     assert text
     assert MetaTraining(settings, CPU).text_memory(text).keys_and_values_bytes > 0
+
+
+def test_shapes_are_computed_without_kernels_that_need_a_gpu(monkeypatch):
+    def kernel(tokens: torch.Tensor) -> torch.Tensor:
+        raise ValueError(f"no GPU has {tokens}")
+
+    monkeypatch.setitem(sys.modules, "fast_kernels", SimpleNamespace(scan=kernel))
+    scan = use_kernel_func_from_hub_with_fallback("scan", "fast_kernels")(lambda tokens: tokens + 1)
+    tokens = torch.zeros(3, device="meta")
+    with FusedKernels():
+        assert scan(tokens).shape == (3,)
+    with pytest.raises(ValueError, match="no GPU has"):
+        scan(tokens)
 
 
 def test_auto_batch_is_printed_and_a_resumed_run_keeps_it(folder, tmp_path, monkeypatch):
