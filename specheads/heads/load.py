@@ -315,11 +315,10 @@ def _find_folder(path: str | Path, revision: str) -> Path:
         return folder
     patterns = ["config.json", tuned.FILE, f"*{INDEX_SUFFIX}", *WEIGHT_FILES]
     try:
-        return Path(
-            snapshot_download(
-                str(path), revision=revision, allow_patterns=patterns, ignore_patterns="*/*"
-            )
+        snapshot = snapshot_download(
+            str(path), revision=revision, allow_patterns=patterns, ignore_patterns="*/*"
         )
+        return Path(snapshot)
     except (HTTPError, OSError, ValueError) as error:
         raise InputError(
             f"{str(path)!r} must be a folder or a reachable Hub id: {first_line(error)}; fix it"

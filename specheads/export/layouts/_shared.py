@@ -101,16 +101,11 @@ def layer_settings(head: Head, base: BaseEnds) -> dict[str, Any]:
     assert isinstance(head, Eagle3 | BlockHead)
     settings, block, layer = head.config, head.drafts_blocks, head.blocks()[0]
     attention, window = layer.self_attn, settings.sliding_window
-    windows: dict[str, Any] = {
-        "layer_types": [
-            "full_attention" if limit is None else "sliding_attention"
-            for limit in layer_windows(settings, settings.num_layers)
-        ],
-        "sliding_window": window,
-        "use_sliding_window": True,
-    }
-    if window is None:
-        windows = {"layer_types": ["full_attention"] * settings.num_layers} if block else {}
+    limits = layer_windows(settings, settings.num_layers)
+    types = ["full_attention" if limit is None else "sliding_attention" for limit in limits]
+    windows: dict[str, Any] = {"layer_types": types} if block or window else {}
+    if window:
+        windows |= {"sliding_window": window, "use_sliding_window": True}
     return {
         "model_type": "qwen3" if block else "llama",
         "hidden_size": head.width,

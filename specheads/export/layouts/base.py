@@ -14,13 +14,7 @@ from huggingface_hub import snapshot_download
 from specheads.base.ends import BaseEnds
 from specheads.core.drafter import Head
 from specheads.core.errors import first_line
-from specheads.export.layouts._shared import (
-    VLLM_SERVER,
-    Folder,
-    Layout,
-    all_of,
-    drafted_tokens,
-)
+from specheads.export.layouts._shared import VLLM_SERVER, Folder, Layout, all_of, drafted_tokens
 from specheads.heads.checkpoint import read_settings, read_tensors
 from specheads.heads.kinds.mtp import from_public, module_names, read_public, to_public
 from specheads.heads.load import copy_head

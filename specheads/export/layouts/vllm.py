@@ -14,13 +14,7 @@ from specheads.core.drafter import Head
 from specheads.core.files import dumps
 from specheads.decoding.trees import tuned
 from specheads.export.layouts import _shared
-from specheads.export.layouts._shared import (
-    VLLM_SERVER,
-    Folder,
-    Layout,
-    drafted_tokens,
-    named_base,
-)
+from specheads.export.layouts._shared import VLLM_SERVER, Folder, Layout, drafted_tokens, named_base
 from specheads.heads.layers.block import SINK
 
 ABOUT = "vLLM 0.32.0 (EAGLE-3, DFlash, DFlash 2 natively, other kinds through our plug-in)"

@@ -61,16 +61,14 @@ class Head(BorrowingHead):
             nn.Sequential(*(ResidualBlock(width) for _ in range(config.num_layers)))
             for _ in range(self.depth)
         )
-        own_levels = range(self.depth if config.projection == "own" else 0)
-        low_rank_levels = range(self.depth if config.projection == "low_rank" else 0)
-        self.head, self.down, self.up = (
-            nn.ModuleList(nn.Linear(inputs, outputs, bias=False) for _ in levels)
-            for inputs, outputs, levels in (
-                (width, self.drafted_size, own_levels),
-                (width, config.rank, low_rank_levels),
-                (config.rank, self.drafted_size, low_rank_levels),
-            )
-        )
+
+        def linear_layers(inputs: int, outputs: int, projection: str) -> nn.ModuleList:
+            count = self.depth if config.projection == projection else 0
+            return nn.ModuleList(nn.Linear(inputs, outputs, bias=False) for _ in range(count))
+
+        self.head = linear_layers(width, self.drafted_size, "own")
+        self.down = linear_layers(width, config.rank, "low_rank")
+        self.up = linear_layers(config.rank, self.drafted_size, "low_rank")
         for up in self.up:
             nn.init.zeros_(up.get_parameter("weight"))
 

@@ -20,12 +20,7 @@ from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.core.foreign import LAYERS, SPECULATORS, refuse_unused
 from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, Probability
-from specheads.heads.checkpoint import (
-    PLAIN,
-    fill_head,
-    fixed_without_window,
-    read_layer_settings,
-)
+from specheads.heads.checkpoint import PLAIN, fill_head, fixed_without_window, read_layer_settings
 from specheads.heads.layers.attention import AttentionConfig, LlamaLayer
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.feedback import FeedbackHead

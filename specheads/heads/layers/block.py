@@ -412,6 +412,7 @@ def read_block(
     if network == "dspark":
         # the tensors decide
         own = FIXED_MARKOV | dict.fromkeys(CONFIDENCE, has_confidence)
+    fixed |= FIXED | own | {"projector_type": "dspark" if by_default else network}
     scaling = read_rope_settings(settings)["rope_scaling"]
     refuse_unused(
         network,
@@ -419,11 +420,7 @@ def read_block(
         *(config.get(name, {}) for name in (*SECTIONS, "dflash_config")),
         {"rope_type": scaling.get("rope_type")},
         used=(*LAYERS, *SPECULATORS, *USED, *FIXED_MARKOV, *OWN_SETTINGS[network], *used),
-        fixed=FIXED
-        | own
-        | {"target_hidden_size": settings["hidden_size"]}
-        | {"projector_type": "dspark" if by_default else network}
-        | fixed,
+        fixed=fixed | {"target_hidden_size": settings["hidden_size"]},
     )
     # in ModelOpt's and RadixArk's folders null is no choice
     shifted = settings.get("shift_label")

@@ -87,17 +87,14 @@ class FeedbackHead(BorrowingHead):
         for level, embedded in enumerate(self.embed_rounds(tokens)):
             hidden = self.next_input(hidden) if level else hidden
             hidden, positions = self.join_token(hidden, embedded), start + level
-            windows = self.windows(level)
-            for index, layer in enumerate(layers):
+            for index, (layer, window) in enumerate(zip(layers, self.windows(level), strict=True)):
                 inputs = layer.prepare(hidden, positions, embedded)
                 if level:
                     paths[index] = append_node(paths[index], inputs)
                 else:
                     texts.append(inputs.keys_values)
                     paths.append(empty_path(inputs.keys_values))
-                context = AttentionContext(
-                    texts[index], None, paths[index], documents, windows[index]
-                )
+                context = AttentionContext(texts[index], None, paths[index], documents, window)
                 hidden = layer(inputs, context)
             yield self.norm(hidden)
 
