@@ -132,9 +132,8 @@ class MetaTraining:
         self.teacher = planned_teacher(settings, self.base, self.head)
         self.objective = Objective(self.head.train())
         joint = self.teacher.joint
-        roles_of_parameters = roles(
-            self.head, settings.schedule, joint.adapter.parameters if joint else ()
-        )
+        adapter = joint.adapter.parameters if joint else ()
+        roles_of_parameters = roles(self.head, settings.schedule, adapter)
         self.parameters = [
             parameter for parameters in roles_of_parameters.values() for parameter in parameters
         ]
@@ -147,12 +146,11 @@ class MetaTraining:
         """Bytes of the saved head."""
         self.server_layers = server_layers(self.head, self.base)
         """Layers that a server gives."""
-        width = self.base.width
-        self.feature_bytes_per_token = (
-            server_token_bytes(self.server_layers, width, server_dtype(settings.base.dtype))
-            if self.is_served
-            else (1 + len(self.head.aux_layers)) * width * dtype.itemsize
-        )
+        width, num_states = self.base.width, 1 + len(self.head.aux_layers)
+        self.feature_bytes_per_token = num_states * width * dtype.itemsize
+        if self.is_served:
+            dtype = server_dtype(settings.base.dtype)
+            self.feature_bytes_per_token = server_token_bytes(self.server_layers, width, dtype)
         """Bytes of a token's features in a cache, or in a server's file."""
 
     def fixed_memory(self) -> StageMemory:
@@ -189,9 +187,7 @@ class MetaTraining:
             fetched_tokens = FETCHED_BATCHES * micro_batches * batch.tokens.numel()
             fetched_bytes = fetched_tokens * self.feature_bytes_per_token
         memory = replace(
-            self.fixed_memory(),
-            activations_bytes=peak_bytes,
-            fetched_features_bytes=fetched_bytes,
+            self.fixed_memory(), activations_bytes=peak_bytes, fetched_features_bytes=fetched_bytes
         )
         return TrainingStepCost(memory, flops / (passes * rows))
 
@@ -268,10 +264,8 @@ def flop_counter() -> FlopCounterMode:
         query, key, value = shapes[:3]
         return 2 * math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
-    packed = (
-        getattr(torch.ops.mkl, "_mkl_linear", None),
-        getattr(torch.ops.mkldnn, "_linear_pointwise", None),
-    )
+    kernels = (torch.ops.mkl, "_mkl_linear"), (torch.ops.mkldnn, "_linear_pointwise")
+    packed = [getattr(library, name, None) for library, name in kernels]
     # torch 2.11 refuses to count queries with more heads than their keys
     fused = [f"_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn")]
     formulas = {kernel: linear for kernel in packed if kernel}

@@ -110,9 +110,8 @@ def label_rows(labels: DraftLabels, *, from_anchors: bool) -> LabelRows:
         # a depth past the end of the row has no label, and any hidden state
         before = [(positions + depth - 1).clamp(max=last) for depth in depths]
         return LabelRows(batch_rows, by_depth, [positions - 2] * len(depths), before)
-    return LabelRows(
-        batch_rows, by_depth, [positions - 2 - depth for depth in depths], [positions - 1]
-    )
+    state_positions = [positions - 2 - depth for depth in depths]
+    return LabelRows(batch_rows, by_depth, state_positions, [positions - 1])
 
 
 class Objective(nn.Module):
@@ -148,15 +147,10 @@ class Objective(nn.Module):
                 state = state[rows.batch_rows, positions]
                 # to autocast's dtype: a norm may have returned float32
                 states.append(state.to(product_dtype(state)))
-        targets = [
-            Targets(
-                rows.labels[:, depth],
-                hidden[rows.batch_rows, positions],
-                project,
-                counts.drafted[depth],
-            )
-            for depth, positions in enumerate(rows.base_positions)
-        ]
+        targets = []
+        for depth, positions in enumerate(rows.base_positions):
+            base_hidden, count = hidden[rows.batch_rows, positions], counts.drafted[depth]
+            targets.append(Targets(rows.labels[:, depth], base_hidden, project, count))
         if len(targets) < len(states):
             targets *= len(states)
         with record_function("loss"):
@@ -194,9 +188,8 @@ class Objective(nn.Module):
 
 def weighted_sum(by_depth: Float[Tensor, " depth"], weights: list[float]) -> Float[Tensor, ""]:
     """Return the sum over depths of a loss that is added to the total."""
-    return (
-        by_depth * to_device(torch.tensor(weights, dtype=by_depth.dtype), by_depth.device)
-    ).sum()
+    depth_weights = to_device(torch.tensor(weights, dtype=by_depth.dtype), by_depth.device)
+    return (by_depth * depth_weights).sum()
 
 
 def loss_metrics(loss: DepthLoss) -> dict[str, Tensor]:

@@ -213,10 +213,7 @@ def _has_weights(base: BaseSettings) -> bool:
 
 
 def _measure_stages(
-    settings: Train,
-    accelerator: Accelerator,
-    phases: list[ScheduledPhase],
-    rows: dict[str, int],
+    settings: Train, accelerator: Accelerator, phases: list[ScheduledPhase], rows: dict[str, int]
 ) -> tuple[dict[str, float], int]:
     """Return the hours of each stage and the peak bytes, from real steps on random tokens."""
     load = load_served_base if settings.features.source == "vllm" else load_base

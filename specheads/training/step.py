@@ -199,10 +199,8 @@ class StepRunner:
         """First step with any fault, and first one with a fault of the base, noted without waiting
         for the device."""
         self.base_parameters = teacher.joint.adapter.parameters if teacher.joint else []
-        self.optimizers = [
-            accelerator.prepare_optimizer(optimizer)
-            for optimizer in optimizers(self.head, schedule, self.base_parameters)
-        ]
+        plain_optimizers = optimizers(self.head, schedule, self.base_parameters)
+        self.optimizers = list(map(accelerator.prepare_optimizer, plain_optimizers))
         with warnings.catch_warnings():
             # accelerate uses an argument name that newer torch deprecates
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
@@ -268,9 +266,8 @@ class StepRunner:
             batches.append(rows.to(device))
             labels.append(draft_labels(head, batches[-1], loss_mask))
         pairs = list(zip(batches, labels, strict=True))
-        counts = sum_counts(
-            (label.count(rows) for rows, label in pairs), self.total, head.depth, device
-        )
+        own_counts = [label.count(rows) for rows, label in pairs]
+        counts = sum_counts(own_counts, self.total, head.depth, device)
         return [MicroBatch(phase, number, seed, rows, label, counts) for rows, label in pairs]
 
     def _update(self, rates: dict[str, float]) -> Float[Tensor, ""]:

@@ -71,10 +71,8 @@ def train(
     try:
         loop = _TrainingLoop(runner, run, checkpoint_every)
         teacher.source.halted = lambda: loop.stop
-        with (
-            progress_display(shown=accelerator.is_main_process) as display,
-            on_stop_signal(loop.request_stop),
-        ):
+        shown = accelerator.is_main_process
+        with progress_display(shown=shown) as display, on_stop_signal(loop.request_stop):
             loop.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
             if tracker is not None:
                 tracker.resume(loop.state.step)
@@ -200,22 +198,16 @@ class _TrainingLoop:
         self.check_finite(with_weights=True)
         if self.accelerator.is_main_process:
             states = [optimizer.state_dict() for optimizer in self.runner.optimizers]
-            joint = self.teacher.joint
-            content = checkpoint.Checkpoint(
-                asdict(self.state),
-                self.head.state_dict(),
-                {"optimizers": states},
-                joint.adapter.weights() if joint else {},
-            )
+            adapter = self.teacher.joint.adapter.weights() if self.teacher.joint else {}
+            weights, optimizer = self.head.state_dict(), {"optimizers": states}
+            content = checkpoint.Checkpoint(asdict(self.state), weights, optimizer, adapter)
             checkpoint.save(self.run.checkpoints, content)
         self.accelerator.wait_for_everyone()
 
     def resume(self, announce: Callable[[str], object]) -> None:
         """Load the newest intact checkpoint, if any; report damaged ones to `announce`."""
-        is_main = self.accelerator.is_main_process
-        saved = checkpoint.load_newest(
-            self.run.checkpoints, announce if is_main else lambda _: None
-        )
+        log = announce if self.accelerator.is_main_process else lambda _: None
+        saved = checkpoint.load_newest(self.run.checkpoints, log)
         if saved is None:
             return
         try:

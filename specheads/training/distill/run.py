@@ -346,12 +346,10 @@ def write_folder(job: TextJob, bar: Progress, halt: Callable[[], None]) -> dict[
             states = latest.values()
             tokens = sum(state.tokens for state in states)
             speed = tokens / max(state.seconds for state in states) if tokens else None
-            bar.update(
-                task,
-                completed=num_before + sum(state.texts for state in states),
-                numbers=f"{speed or 0:,.0f} tokens/s  "
-                f"{sum(state.dropped for state in states):,} dropped",
-            )
+            num_dropped = sum(state.dropped for state in states)
+            numbers = f"{speed or 0:,.0f} tokens/s  {num_dropped:,} dropped"
+            completed = num_before + sum(state.texts for state in states)
+            bar.update(task, completed=completed, numbers=numbers)
             halt()
     # complete folders yield no progress
     bar.update(task, completed=total)

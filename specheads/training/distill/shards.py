@@ -75,14 +75,13 @@ def missing_blocks(folder: Path, size: int, total: int) -> dict[int, range]:
 
     Block k has the texts from k * size to (k + 1) * size - 1, independent of the processes.
     """
-    blocks = {
-        first // size: range(first, min(first + size, total)) for first in range(0, total, size)
-    }
-    return {
-        block: numbers
-        for block, numbers in blocks.items()
-        if not (file := _shard_file(folder, block)).is_file() or _last_number(file) < numbers[-1]
-    }
+    missing = dict[int, range]()
+    for first in range(0, total, size):
+        block, numbers = first // size, range(first, min(first + size, total))
+        file = _shard_file(folder, block)
+        if not file.is_file() or _last_number(file) < numbers[-1]:
+            missing[block] = numbers
+    return missing
 
 
 def write_shard(folder: Path, block: int, rows: list[dict[str, Any]]) -> None:
