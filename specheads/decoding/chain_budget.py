@@ -131,11 +131,7 @@ class ChainBudget:
     """
 
     def __init__(
-        self,
-        cost: StepCost,
-        rates: Sequence[float],
-        curves: Sequence[Curve],
-        ragged: float = 0.0,
+        self, cost: StepCost, rates: Sequence[float], curves: Sequence[Curve], ragged: float = 0.0
     ) -> None:
         self.cost, self.rates, self.curves, self.ragged = cost, [*rates], curves, ragged
         self._requests: dict[str, RequestDrafts] = {}

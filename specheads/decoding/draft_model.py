@@ -197,9 +197,8 @@ class Streaming(DraftModel):
         if tokens.shape[1] > self.window:
             assert features.tokens is not None
             start = self._skip_to_window(features.tokens, counts, memory)
-            recent = start[:, None] + torch.arange(
-                int((counts - start).max()), device=counts.device
-            )
+            longest = int((counts - start).max())
+            recent = start[:, None] + torch.arange(longest, device=counts.device)
             recent = recent.clamp(max=tokens.shape[1] - 1)
             committed = Committed(features.gather(recent), tokens.gather(1, recent), counts - start)
         return super().begin(committed, memory)

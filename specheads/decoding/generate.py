@@ -61,14 +61,13 @@ def generate(
             object each prompt gets its own seed.
         tree: Tree policy. None is the tree that `specheads tune` chose for the head on such a
             machine, which may be not to draft, or else a chain as deep as the head.
-        acceptance: Acceptance rule: "match", "rejection", "typical", or a function like those in
-            `specheads.decoding.accept`.
+        acceptance: Rule: "match", "rejection", "typical", or a function like those in `accept.py`.
         stop_at_eos: Whether an end-of-text token ends a row.
         eos_ids: End-of-text tokens; None is the base's.
         max_batch: Rows decoded together; further prompts wait. None is all.
         pool: Blocks for keys and values, from `base.pool(num_blocks)`; None is contiguous rows.
-        coupled: Whether drafts see the noise that the base samples with, which depends on seed and
-            position. More drafts are accepted above temperature zero; the output is the same.
+        coupled: Whether drafts see the noise that the base samples with. More drafts are accepted
+            above temperature zero; the output is the same.
         ledger: Adds up the seconds of the parts of all steps: see `StepLedger`.
         memory: As for `Engine`: text of earlier requests to copy from.
 
@@ -110,8 +109,5 @@ def generate(
         # after an error the pool gets its blocks back; this does nothing if all are done
         for stream in streams:
             stream.cancel()
-    return Decoding(
-        [stream.tokens for stream in streams],
-        [len(stream.steps) for stream in streams],
-        [stream.steps for stream in streams],
-    )
+    steps = [stream.steps for stream in streams]
+    return Decoding([stream.tokens for stream in streams], list(map(len, steps)), steps)

@@ -36,12 +36,8 @@ def step_tokens(drafts: Sequence[DraftSize], load: StepLoad) -> list[float]:
         return [drafted[depth] for depth, _ in drafts]
     # expected tokens of either = of one + of the other - of both
     copied = _sum_tokens([(row, match.tokens) for row, _, match in matches])
-    joint = _sum_tokens(
-        [
-            (row, expected_tokens(map(mul, draft.rates, match.rates)))
-            for row, draft, match in matches
-        ]
-    )
+    joint_rates = [(row, map(mul, draft.rates, match.rates)) for row, draft, match in matches]
+    joint = _sum_tokens([(row, expected_tokens(rates)) for row, rates in joint_rates])
     return [drafted[depth] + copied[size] - joint[min(depth, size)] for depth, size in drafts]
 
 

@@ -216,13 +216,10 @@ class SamplingState:
     def keep(self, rows: list[int]) -> "SamplingState":
         """Return the state of these rows."""
         index = upload(rows, self.lengths.device)
-        return replace(
-            self,
-            sampling=[self.sampling[row] for row in rows],
-            lengths=self.lengths[index],
-            text=self.text[index],
-            processors=[self.processors[row] for row in rows],
-        )
+        lengths, text = self.lengths[index], self.text[index]
+        sampling = [self.sampling[row] for row in rows]
+        processors = [self.processors[row] for row in rows]
+        return replace(self, sampling=sampling, lengths=lengths, text=text, processors=processors)
 
     def join(self, other: "SamplingState") -> "SamplingState":
         """Return the state of both batches' rows; both `text`s must have the same width."""

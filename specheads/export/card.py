@@ -93,16 +93,14 @@ def read_summary(
     pin = "" if is_local or base_repo or revision == "main" else revision
     if commit and commit != revision:
         revision = f"{revision} (commit {commit})"
-    provenance, results = read_json(run.provenance), None
+    record, results = read_json(run.provenance), None
+    provenance = {key: record[key] for key in PUBLIC_PROVENANCE if key in record}
     file = run.report / "results.json"
     if file.is_file():
         # files of older versions hold absolute paths, and users can type them
         results = from_json(Results, cut_absolute_paths(read_json(file)), str(file))
-        results = replace(
-            results,
-            base=replace(results.base, name=name),
-            provenance=replace(results.provenance, command=[]),
-        )
+        subject, origin = replace(results.base, name=name), replace(results.provenance, command=[])
+        results = replace(results, base=subject, provenance=origin)
     return Summary(
         base_id,
         name,
@@ -110,9 +108,7 @@ def read_summary(
         pin,
         bool(public["base"]["adapter"]) or run.adapter.is_dir(),
         public,
-        cut_absolute_paths(
-            {key: provenance[key] for key in PUBLIC_PROVENANCE if key in provenance}
-        ),
+        cut_absolute_paths(provenance),
         results,
         read_metrics(run.metrics),
     )

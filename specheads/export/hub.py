@@ -107,9 +107,8 @@ def push_run(
     texts[SETTINGS] = as_json(training).encode()
     for path, text in texts.items():
         _refuse_secrets(path, text, {repo, about.base_id})
-    sizes = {path: len(text) for path, text in texts.items()} | {
-        weights.name: weights.stat().st_size
-    }
+    sizes = {path: len(text) for path, text in texts.items()}
+    sizes[weights.name] = weights.stat().st_size
     if dry_run:
         return Upload(sizes, "")
     files = {**texts, weights.name: weights}

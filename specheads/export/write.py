@@ -93,11 +93,9 @@ def generate_check_texts(
     find_layout(head, base, engine)
     _output_folder(out, base)
     # continue past end-of-text tokens: the check needs length, not sense
+    new_tokens = max(NEW_TOKENS, head.depth + 2)
     generation = GenerationSettings(
-        max_new_tokens=max(NEW_TOKENS, head.depth + 2),
-        batch_size=8,
-        stop_at_eos=False,
-        progress=True,
+        max_new_tokens=new_tokens, batch_size=8, stop_at_eos=False, progress=True
     )
     return list(zip(prompts, continue_prompts(base, prompts, generation), strict=True))
 

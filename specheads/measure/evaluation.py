@@ -123,13 +123,8 @@ def measure_calibration(
     traces = trace_texts(base, head, texts.pairs) if tuned.acceptance.curves else []
     if not traces:
         return []
-    return [
-        reliability(curve, probs, accepted)
-        for curve, (probs, accepted) in zip(
-            tuned.acceptance.curves, draft_chances(traces), strict=True
-        )
-        if len(probs)
-    ]
+    pairs = zip(tuned.acceptance.curves, draft_chances(traces), strict=True)
+    return [reliability(curve, *drafts) for curve, drafts in pairs if len(drafts[0])]
 
 
 def measure_phase(
@@ -205,12 +200,10 @@ def evaluation_settings(
     is_static = isinstance(head_tree, policies.Static)
     # an evaluation samples without the processors of a request
     names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"
+    conditions = "max_new_tokens", "batch_size", "acceptance", "coupled"
     return results.EvaluationSettings(
         **{name: getattr(sampling, name) for name in names},
-        max_new_tokens=generation.max_new_tokens,
-        batch_size=generation.batch_size,
-        acceptance=generation.acceptance,
-        coupled=generation.coupled,
+        **{name: getattr(generation, name) for name in conditions},
         lossless=sampling.temperature == 0 or generation.acceptance not in LOSSY,
         tree=tree.name,
         num_nodes=tree.num_nodes,

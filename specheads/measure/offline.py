@@ -121,13 +121,8 @@ def _rank_labels(
     if noise is not None:
         # the drafted path equals the text, so the token before a label can serve as the root
         num_rows = len(positions)
-        rows = SamplingState(
-            [noise] * num_rows,
-            positions,
-            text.expand(num_rows, -1),
-            head.vocab_size,
-            dtype=logits.dtype,
-        )
+        texts = text.expand(num_rows, -1)
+        rows = SamplingState([noise] * num_rows, positions, texts, head.vocab_size, logits.dtype)
         logits = with_noise(head, logits[:, None], text[0, positions][:, None, None], rows)[:, 0]
     labels = text[0, positions + 1]
     guesses = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
@@ -166,11 +161,10 @@ def measure_offline(
     pairs = texts.pairs
     samplings = expand_sampling(generation.sampling, len(pairs))
     width = max(TOP, tree.num_guesses)
+    seeded_pairs = list(zip(pairs, samplings, strict=True))
     ranks = [
         guess_ranks(base, head, *pair, width=width, sampling=sampling, coupled=generation.coupled)
-        for pair, sampling in progress_bar(
-            list(zip(pairs, samplings, strict=True)), "offline", generation.progress
-        )
+        for pair, sampling in progress_bar(seeded_pairs, "offline", generation.progress)
     ]
     rows = zip(ranks, generation.sources_of(pairs), pairs, strict=True)
     counts = [replay(prompt_ranks, tree, source, pair) for prompt_ranks, source, pair in rows]

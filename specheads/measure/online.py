@@ -163,11 +163,10 @@ def compare_texts(
     Otherwise the base distinguishes them, and decoding is wrong. Scores are logits after
     temperature and penalty plus the base's noise, without cuts.
     """
+    rows = zip(texts, expand_sampling(sampling, len(texts)), strict=True)
     divergences = [
         first_divergence(base, prompt, tokens, base_tokens, prompt_sampling)
-        for (prompt, tokens, base_tokens), prompt_sampling in zip(
-            texts, expand_sampling(sampling, len(texts)), strict=True
-        )
+        for (prompt, tokens, base_tokens), prompt_sampling in rows
         if tokens != base_tokens
     ]
     tied = sum(abs(ulps) <= SLACK * rounding for _, ulps, rounding in divergences)

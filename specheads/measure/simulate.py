@@ -319,11 +319,8 @@ def computed_cost(
     """
 
     def forward(parameters: float, position_bytes: int) -> ForwardCost:
-        return ForwardCost(
-            fixed=WEIGHT_BYTES * parameters / bandwidth,
-            token=2 * parameters / flops,
-            context=position_bytes / bandwidth,
-        )
+        fixed, token = WEIGHT_BYTES * parameters / bandwidth, 2 * parameters / flops
+        return ForwardCost(fixed=fixed, token=token, context=position_bytes / bandwidth)
 
     verify, draft = forward(parameters, position_bytes), forward(draft_parameters, 0)
     return StepCost(verify=verify, draft=draft, levels=levels)

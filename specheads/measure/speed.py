@@ -39,11 +39,8 @@ class Timing:
 
     def decoding(self) -> "Timing":
         """Return the same without the time for the prompt and its first token."""
-        return replace(
-            self,
-            seconds=self.seconds - self.prompt_seconds,
-            new_tokens=self.new_tokens - self.num_prompts,
-        )
+        seconds, new_tokens = self.seconds - self.prompt_seconds, self.new_tokens - self.num_prompts
+        return replace(self, seconds=seconds, new_tokens=new_tokens)
 
 
 Runner = Callable[[list[list[int]]], Timing]

@@ -42,11 +42,9 @@ def join_copied(
         tokens, is_present = tokens[:, :size], is_present[:, :size]
     nodes = torch.arange(num_nodes, num_nodes + size, device=device).expand(batch, -1)
     parents = torch.cat([end, nodes], dim=1)[:, :size].masked_fill(~is_present, -1)
-    return TokenTree(
-        torch.cat([tree.tokens, tokens.clamp(min=0)], dim=1),
-        torch.cat([tree.parents, parents], dim=1),
-        num_copied=tree.num_copied + size,
-    )
+    tokens = torch.cat([tree.tokens, tokens.clamp(min=0)], dim=1)
+    parents = torch.cat([tree.parents, parents], dim=1)
+    return TokenTree(tokens, parents, num_copied=tree.num_copied + size)
 
 
 class HybridTree(TreePolicy):

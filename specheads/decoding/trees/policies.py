@@ -414,11 +414,9 @@ class Sampled(TreePolicy):
             if level + 1 < self.depth:
                 paths = torch.cat([paths[:, parents], tokens[..., None]], dim=-1)
                 logits, state = drafter.extend(state, tokens, parents.expand(batch, -1))
-        return TokenTree(
-            torch.cat(drafted, dim=1),
-            torch.cat(nodes).expand(batch, -1),
-            branch_sampling=BranchSampling(self.branches, torch.cat(probs, dim=1)),
-        )
+        tokens, parents = torch.cat(drafted, dim=1), torch.cat(nodes).expand(batch, -1)
+        branch_sampling = BranchSampling(self.branches, torch.cat(probs, dim=1))
+        return TokenTree(tokens, parents, branch_sampling=branch_sampling)
 
 
 def _sample_children(

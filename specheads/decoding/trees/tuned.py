@@ -92,10 +92,7 @@ class SwitchingPolicy(policies.TreePolicy):
     """
 
     def __init__(
-        self,
-        name: str,
-        trees: Sequence[policies.TreePolicy],
-        choose: Callable[[StepLoad], int],
+        self, name: str, trees: Sequence[policies.TreePolicy], choose: Callable[[StepLoad], int]
     ) -> None:
         self.name, self.trees, self.choose = name, trees, choose
         for limit in ("num_nodes", "depth", "num_guesses", "lookup_length"):
@@ -168,13 +165,10 @@ class TunedTree:
     @classmethod
     def of(cls, policy: policies.TreePolicy, timed: TimedTree) -> "TunedTree":
         """Return a policy as tuned.json stores it, with the measurements of its decoding."""
-        tree = remove_lookup(policy)
+        tree, names = remove_lookup(policy), ("batch", "context", "tokens_per_forward", "interval")
         tuned = cls(
-            batch=timed.batch,
-            context=timed.context,
-            tokens_per_forward=timed.tokens_per_forward,
+            **{name: getattr(timed, name) for name in names},
             predicted_speedup=timed.speedup,
-            interval=timed.interval,
             kind="static" if tree.depth else "none",
             num_nodes=tree.num_nodes,
             depth=tree.depth,
