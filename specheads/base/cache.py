@@ -129,9 +129,8 @@ class RowCache(Cache, ABC):
             self._move(paths)
         for layer in self.recurrent:
             layer.commit([*map(len, paths)])
-        self._set_lengths(
-            [old + len(path) for old, path in zip(self.row_lengths, paths, strict=True)]
-        )
+        pairs = zip(self.row_lengths, paths, strict=True)
+        self._set_lengths([length + len(path) for length, path in pairs])
 
     def _move(self, paths: list[list[int]]) -> None:
         """Copy nodes `paths[b]` of the last forward to the first slots of each row's scratch."""

@@ -162,17 +162,13 @@ class ServedBase(BaseEnds):
         attention: str = "sdpa",
     ) -> "ServedBase":
         """Load no layer of a base; the arguments are those of `loading.load_model`."""
+        name = str(model)
         loaded, tokenizer = load_model(
-            str(model),
-            revision=revision,
-            dtype=dtype,
-            device=device,
-            attention=attention,
-            ends_only=True,
+            name, revision=revision, dtype=dtype, device=device, attention=attention, ends_only=True
         )
         refuse_unserved(loaded.config.get_text_config())
         loaded.eval().requires_grad_(False)
-        base = cls(loaded, tokenizer, name=str(model), revision=revision)
+        base = cls(loaded, tokenizer, name=name, revision=revision)
         base.location = absolute_folder(loaded.name_or_path or "")
         return base
 

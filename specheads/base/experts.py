@@ -53,7 +53,7 @@ def double_tokens(experts: list[nn.Module]) -> Iterator[None]:
     with ExitStack() as hooks:
         for module in experts:
             before = module.register_forward_pre_hook(_double_rows, with_kwargs=True)
-            after = module.register_forward_hook(_take_first_half)
+            after = module.register_forward_hook(lambda _, __, out: out[: len(out) // 2])
             hooks.callback(before.remove)
             hooks.callback(after.remove)
         yield
@@ -64,7 +64,3 @@ def _double_rows(_: nn.Module, args: Any, settings: Any) -> tuple[Any, Any]:
     doubled = [torch.cat([values, values]) for values in args]
     doubled_settings = {name: torch.cat([values, values]) for name, values in settings.items()}
     return tuple(doubled), doubled_settings
-
-
-def _take_first_half(_module: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
-    return out[: len(out) // 2]

@@ -35,9 +35,8 @@ def config_fingerprint(config: PreTrainedConfig) -> str:
     relevant = {
         name: value for name, value in settings if name not in BOOKKEEPING and name[0] != "_"
     }
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[
-        :16
-    ]
+    text = json.dumps(relevant, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def base_fingerprint(model: nn.Module, embedding: Tensor, projection: Tensor) -> str:

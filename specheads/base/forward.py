@@ -146,11 +146,6 @@ class Forwards:
         """Whether forwards of trees are compiled."""
         return self.graphs is not None or self.compiled_answer is not None
 
-    @property
-    def can_replace_attention(self) -> bool:
-        """Whether transformers lets other code compute the attention of this model."""
-        return self.config._attn_implementation == "sdpa"
-
     @torch.no_grad()
     def count_attention_calls(self, *, plain: bool = False) -> int:
         """Return how often the layers of one forward pass the argument of attention on.
@@ -193,7 +188,8 @@ class Forwards:
             mask = partial(document_mask, document_ids, dtype=self.model.dtype)
             positions = document_positions(document_ids)
             inputs |= {"attention_mask": self._masks(mask), "position_ids": positions}
-            if self.can_replace_attention and positions.device.type in ("cpu", "cuda"):
+            is_replaceable = self.config._attn_implementation == "sdpa"
+            if is_replaceable and positions.device.type in ("cpu", "cuda"):
                 # on CUDA this synchronises once
                 documents = PackedDocuments.of(positions)
                 attention = document_attention(documents, list(self.windows.values()))

@@ -289,18 +289,14 @@ class RecurrentLayer(LinearAttentionLayer):
         call, self.call = self.call, None
         if call is None:
             return
-        length = _hidden(call.args, call.settings).shape[1]
-        for count in sorted({*counts} - {length}):
+        hidden = _hidden(call.args, call.settings)
+        for count in sorted({*counts} - {hidden.shape[1]}):
             rows = [row for row, row_count in enumerate(counts) if row_count == count]
-            self._write(call, rows, count)
-
-    def _write(self, call: MixerCall, rows: list[int], count: int) -> None:
-        device = _hidden(call.args, call.settings).device
-        index = to_device(torch.tensor(rows), device)
-        states = call.repeat(index, count, RecurrentLayer(self.number_of_states))
-        for key, value in self.states().items():
-            # a row without a token has no state yet
-            value[index] = states.get(key, 0)
+            index = to_device(torch.tensor(rows), hidden.device)
+            states = call.repeat(index, count, RecurrentLayer(self.number_of_states))
+            for key, value in self.states().items():
+                # a row without a token has no state yet
+                value[index] = states.get(key, 0)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""

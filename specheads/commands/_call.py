@@ -30,12 +30,7 @@ from specheads.config.validation import read_settings
 from specheads.core import ranges
 from specheads.core.errors import InputError, causes, first_line, printable
 from specheads.core.limits import num_cpus
-from specheads.core.signals import (
-    INTERRUPTED,
-    exit_at_second_request,
-    interrupt,
-    on_stop_signal,
-)
+from specheads.core.signals import INTERRUPTED, exit_at_second_request, interrupt, on_stop_signal
 
 T = TypeVar("T")
 

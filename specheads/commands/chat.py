@@ -134,9 +134,8 @@ class ChatAnswer:
         self._engine = Engine(
             base, drafter, tree=tree, max_batch=1, max_length=length, memory=memory
         )
-        self.stream = self._engine.submit(
-            Request(prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling)
-        )
+        request = Request(prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling)
+        self.stream = self._engine.submit(request)
         self._text = detokenize.TextStream(base.tokenizer_for("a chat"), prompt)
         self._origins = [BASE_ORIGIN]
         self.pieces: list[tuple[str, Origin]] = []

@@ -146,18 +146,12 @@ def evaluation_prompts(
     """Return the prompts of an evaluation; raise for one that would fail later."""
     evaluation = settings.evaluation
     fixed_policy(settings.tree, head_depth)
-    prompts = load_prompts(
-        evaluation.prompts,
-        base.tokenizer_for("an evaluation"),
-        num_prompts=evaluation.num_prompts,
-        prompt_tokens=evaluation.prompt_tokens,
-        all_turns=evaluation.all_turns,
-        thinking=evaluation.thinking,
-        corpus=settings.data,
-    )
-    return drop_long_prompts(
-        prompts, base.max_length - evaluation.max_new_tokens, evaluation.too_long
-    )
+    tokenizer = base.tokenizer_for("an evaluation")
+    names = "num_prompts", "prompt_tokens", "all_turns", "thinking"
+    options = {name: getattr(evaluation, name) for name in names}
+    prompts = load_prompts(evaluation.prompts, tokenizer, **options, corpus=settings.data)
+    room = base.max_length - evaluation.max_new_tokens
+    return drop_long_prompts(prompts, room, evaluation.too_long)
 
 
 def shortage_note(prompts: PromptSummary, settings: SettingsWithEvaluation) -> str:
@@ -208,12 +202,5 @@ def choose_policy(
     """Return the tree of the settings, and the measurements that chose it, if there are any."""
     if (tree := fixed_policy(settings.tree, head.depth)) is not None:
         return tree, None
-    return choose_tree(
-        base,
-        head,
-        settings.data,
-        generation,
-        prompts,
-        prompt_tokens=settings.evaluation.prompt_tokens,
-        num_prompts=settings.evaluation.num_prompts,
-    )
+    sizes = {name: getattr(settings.evaluation, name) for name in ("prompt_tokens", "num_prompts")}
+    return choose_tree(base, head, settings.data, generation, prompts, **sizes)

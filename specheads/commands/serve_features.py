@@ -76,10 +76,7 @@ def run(settings: ServeFeatures) -> None:
 
 
 def serve_features(
-    recipe: str = "",
-    overrides: Sequence[str] = (),
-    *,
-    settings: ServeFeatures | None = None,
+    recipe: str = "", overrides: Sequence[str] = (), *, settings: ServeFeatures | None = None
 ) -> list[list[str]]:
     """Return the words of the command that starts each server, for `PYTHONPATH=PLUGIN`.
 

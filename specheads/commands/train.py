@@ -23,12 +23,7 @@ from specheads.base.ends import BaseEnds, ServedBase
 from specheads.base.model import FrozenBase
 from specheads.commands import _dry_run
 from specheads.commands._call import checked_settings
-from specheads.commands.evaluate import (
-    context_prompts,
-    evaluate,
-    evaluation_prompts,
-    shortage_note,
-)
+from specheads.commands.evaluate import context_prompts, evaluate, evaluation_prompts, shortage_note
 from specheads.config import compose
 from specheads.config.commands import Evaluate, Train
 from specheads.core.drafter import Head
@@ -212,6 +207,7 @@ def _train(
             # a launcher may start fewer processes than requested without a message
             num_processes = accelerator.num_processes
             announce(f"training with {num_processes} process{'es' if num_processes > 1 else ''}")
+        names = "seed", "log_every", "checkpoint_every"
         trainer.train(
             base,
             head,
@@ -220,9 +216,7 @@ def _train(
             run_directory,
             tracker,
             accelerator,
-            seed=seed,
-            log_every=settings.log_every,
-            checkpoint_every=settings.checkpoint_every,
+            **{name: getattr(settings, name) for name in names},
             held_out=validation_set,
             source=source,
         )

@@ -17,11 +17,7 @@ from specheads.config.shared import (
     TrackerSettings,
     TreeSettings,
 )
-from specheads.config.training import (
-    FeatureSettings,
-    Schedule,
-    ValidationSettings,
-)
+from specheads.config.training import FeatureSettings, Schedule, ValidationSettings
 from specheads.core.ranges import (
     AtLeastTwo,
     DepthOrZero,

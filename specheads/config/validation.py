@@ -29,11 +29,7 @@ from specheads.config.shared import (
 from specheads.config.training import Phase, Schedule, ValidationSettings
 from specheads.core.errors import InputError, one_line
 from specheads.core.files import MAX_SETTINGS_BYTES, refuse_outside
-from specheads.core.ranges import (
-    FolderName,
-    check_fields,
-    check_value,
-)
+from specheads.core.ranges import FolderName, check_fields, check_value
 
 MAX_DEPTH = 20
 """Deepest nesting that is read; our own settings have six levels."""
@@ -66,14 +62,11 @@ def _check_together(settings: Any, name: str) -> None:
         raise InputError(f"a static tree needs {name}.paths, got none; set it, as in [[0],[1]]")
     elif isinstance(settings, SourceSettings):
         _check_source(name, settings)
-    elif (
-        isinstance(settings, ValidationSettings)
-        and settings.keep == "best"
-        and not settings.prompts
-    ):
-        raise InputError(
-            f"{name}.keep=best needs {name}.prompts above 0, got 0; raise it, or set keep=last"
-        )
+    elif isinstance(settings, ValidationSettings):
+        if settings.keep == "best" and not settings.prompts:
+            raise InputError(
+                f"{name}.keep=best needs {name}.prompts above 0, got 0; raise it, or set keep=last"
+            )
     elif isinstance(settings, EvaluationSettings):
         _check_evaluation(settings)
     elif isinstance(settings, Train) and settings.features.source == "vllm":

@@ -143,12 +143,9 @@ class Committed:
         counts = self.counts[:, None]
         columns = torch.where(columns < counts, columns, width + columns - counts)
         columns = columns.clamp(max=total - 1)
-        tokens = torch.cat([self.next_tokens, later.next_tokens], dim=1)
-        return Committed(
-            Features.concatenate([self.features, later.features]).gather(columns),
-            tokens.gather(1, columns),
-            self.counts + later.counts,
-        )
+        features = Features.concatenate([self.features, later.features]).gather(columns)
+        tokens = torch.cat([self.next_tokens, later.next_tokens], dim=1).gather(1, columns)
+        return Committed(features, tokens, self.counts + later.counts)
 
     def keep(self, rows: Int[Tensor, " kept"]) -> "Committed":
         """Return these rows only."""
@@ -156,11 +153,9 @@ class Committed:
 
     def join(self, other: "Committed") -> "Committed":
         """Concatenate two batches; shorter rows are padded on the right."""
-        return Committed(
-            self.features.join(other.features),
-            stack_rows(self.next_tokens, other.next_tokens),
-            torch.cat([self.counts, other.counts]),
-        )
+        tokens = stack_rows(self.next_tokens, other.next_tokens)
+        counts = torch.cat([self.counts, other.counts])
+        return Committed(self.features.join(other.features), tokens, counts)
 
 
 def document_positions(document_ids: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:

@@ -72,7 +72,8 @@ def refuse_unused(
     fixed, harmless = fixed or {}, BOOKKEEPING.union(used)
     unsupported: list[str] = []
     for name, value in (item for section in sections for item in section.items()):
-        setting = f"{_quote(name):.60}={value!r:.60}"
+        shown_name = name if name.replace(".", "_").isidentifier() else repr(name)
+        setting = f"{shown_name:.60}={value!r:.60}"
         if value is None or "dropout" in name or name.endswith("_token_id"):
             continue
         if name in fixed:
@@ -89,8 +90,3 @@ def refuse_unused(
             f"every setting of a config must be honoured, and {reader} does not support {listed}; "
             f"{remedy}"
         )
-
-
-def _quote(name: str) -> str:
-    """Return a name, quoted if it is not one of a setting."""
-    return name if name.replace(".", "_").isidentifier() else repr(name)

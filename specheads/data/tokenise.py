@@ -189,8 +189,7 @@ def _cached_file(source: SourceSettings, tokenizer: Tokenizer, seed: int, bar: A
     folder = cache_folder() / "tokens" / key
     num_bytes = sum(size for _, size, _ in identity["files"])
     write_once(
-        folder,
-        lambda scratch: _write_documents(scratch, source, tokenizer, seed, bar, num_bytes),
+        folder, lambda scratch: _write_documents(scratch, source, tokenizer, seed, bar, num_bytes)
     )
     return folder / FILE
 
