@@ -9,6 +9,7 @@ from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache
 from specheads.core.tree import TokenTree
 from tests import tiny
+from tests.slow import ATTENTIONS
 
 
 def test_more_tokens_than_slots_are_refused():
@@ -86,8 +87,7 @@ def outputs(base: FrozenBase, cache: RowCache) -> list[Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "attention"), ATTENTIONS)
 def test_paged_rows_equal_contiguous_rows_bit_for_bit(architecture, attention):
     base, blocks = tiny.base(architecture, attention), pool()
     rows = outputs(base, base.cache(3, 128))

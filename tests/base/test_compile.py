@@ -20,14 +20,14 @@ from specheads.decoding.trees import policies
 from specheads.heads.load import Head, build_for_base
 from tests import tiny
 from tests.oracle import Oracle
+from tests.slow import slow_except
 
 # a warning of torch about its own compiler
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 ROOT = Path(__file__).parents[2]
 TREE = policies.Static([(0,), (1,), (0, 0), (0, 1)])
-SLOW = ("gpt2", "gemma3")
-"""Each has more graphs to compile."""
+MORE_GRAPHS = ("gpt2", "gemma3")
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +73,7 @@ class Counting(Recorder):
         return super()._record(graphs, name, function, inputs)
 
 
-@pytest.mark.parametrize(
-    "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.parametrize("architecture", slow_except(["llama"], ["llama", *MORE_GRAPHS]))
 def test_recorded_forwards_give_the_tokens_of_eager_ones(architecture: str) -> None:
     # the code that runs on CUDA, except the recording and the compiler's kernels
     plain, base = tiny.base(architecture), copied(architecture)

@@ -6,10 +6,10 @@ import torch
 from specheads.base import attention
 from tests import tiny
 from tests.packed import alone, packed, pieces, texts
+from tests.slow import ATTENTIONS
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("architecture", "attention"), ATTENTIONS)
 def test_packed_documents_have_the_features_of_each_alone(architecture: str, attention: str):
     base, documents = tiny.base(architecture, attention), texts()
     batch, single = packed(documents), alone(documents)

@@ -1,6 +1,7 @@
 """Attention of a tree in two parts, and recorded verifications, equal those under one mask."""
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from specheads.base.masks import additive, tree_mask
 from specheads.base.paged import PagedKVCache
 from tests import tiny
 from tests.base.test_cache import outputs, random_tree
+from tests.slow import slow_except
 
 LENGTHS = [1, 37, 12]
 NODES, HEADS, SHARED, WIDTH = 9, 4, 2, 8
@@ -42,8 +44,13 @@ def test_attention_in_two_parts_equals_attention_under_one_mask(scale: float) ->
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "paged"),
+    slow_except(
+        [*zip(tiny.ARCHITECTURES, (False, True) * 4, strict=True)],
+        product(tiny.ARCHITECTURES, (False, True)),
+    ),
+)
 def test_recorded_verifications_equal_eager_ones(architecture: str, paged: bool) -> None:
     base, eager = tiny.own_base(architecture), tiny.base(architecture)
     base.forwards.record()

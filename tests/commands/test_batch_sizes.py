@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from specheads.commands._call import call
 from specheads.config import data_dir
+from tests.slow import slow_except
 
 pytestmark = pytest.mark.usefixtures("fixed_flop_count")
 
@@ -29,16 +30,19 @@ def write_corpus(folder: Path, num_characters: int) -> list[str]:
     return [*overrides, f"{DISTILLED}.steps=1", f"{DISTILLED}.batch_size=auto"]
 
 
+DRY, PREVIEW, SERVES = ["dry_run=true"], ["preview=1"], ["~schedule.phases.distilled"]
+WRITES = ["out=text", "num_samples=2", "new_tokens=4"]
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
-    [
-        ("train", ["dry_run=true"]),
-        ("train", ["preview=1"]),
-        ("distill", ["dry_run=true"]),
-        ("distill", ["preview=1"]),
-        ("distill", ["out=text", "num_samples=2", "new_tokens=4"]),
-        ("serve-features", ["~schedule.phases.distilled"]),
-    ],
+    slow_except(
+        [("train", DRY), ("distill", WRITES), ("serve-features", SERVES)],
+        [
+            *((command, words) for command in ("train", "distill") for words in (DRY, PREVIEW)),
+            *[("distill", WRITES), ("serve-features", SERVES)],
+        ],
+    ),
 )
 def test_every_command_takes_auto(
     command: str, words: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
@@ -58,7 +62,7 @@ def test_every_command_takes_auto(
             assert plan["plan"]["phases"][name]["batch_size"] == phase["batch_size"]
 
 
-@pytest.mark.parametrize("num_characters", [100, 900])
+@pytest.mark.parametrize("num_characters", slow_except([900], [100, 900]))
 def test_auto_never_needs_more_rows_than_the_corpus_has(
     num_characters: int, tmp_path: Path, monkeypatch: Any, capsys: Any
 ):

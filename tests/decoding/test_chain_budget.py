@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from specheads.decoding.calibration import Curve
 from specheads.decoding.chain_budget import ChainBudget, num_verified
 from specheads.decoding.cost import FollowedCost, ForwardCost, StepCost
+from tests.slow import slow_except
 
 LINE = Curve(probs=[0.0, 1.0], accepted=[0.0, 1.0])
 
@@ -287,11 +288,13 @@ def noisy(generator: random.Random) -> float:
 LOADS = {"8": (8,), "1, 8, 2, 12": (1, 8, 2, 12)}
 
 
-@pytest.mark.parametrize("rows", LOADS.values(), ids=LOADS)
-@pytest.mark.parametrize("clock", [quiet, noisy])
-@pytest.mark.parametrize("name", SERVERS)
+ERRORS = [(2.0, 2.0, 2.0), (2.0, 0.5, 0.5), (0.5, 2.0, 2.0), (1.0, 0.5, 2.0)]
+CASES = [*itertools.product(ERRORS, SERVERS, (quiet, noisy), LOADS.values())]
+
+
 @pytest.mark.parametrize(
-    "errors", [(2.0, 2.0, 2.0), (2.0, 0.5, 0.5), (0.5, 2.0, 2.0), (1.0, 0.5, 2.0)]
+    ("errors", "name", "clock", "rows"),
+    slow_except([case for case in CASES if case[2:] == (noisy, LOADS["1, 8, 2, 12"])], CASES),
 )
 def test_a_budget_with_wrong_costs_ends_as_fast_as_the_best_length(errors, name, clock, rows):
     cost = server_cost(*SERVERS[name])

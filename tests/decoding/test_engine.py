@@ -4,6 +4,7 @@ import functools
 import random
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from specheads.heads.load import build_for_base, fit_to_base
 from tests import tiny
 from tests.decoding.test_detokenize import PIECES, tokenizer
 from tests.oracle import TextPositions
+from tests.slow import slow_except
 
 Arm = tuple[Drafter | None, policies.TreePolicy | None]
 NEW = 14
@@ -100,8 +102,13 @@ def ask(engine: Engine, **settings: Any) -> Stream:
     return engine.submit(Request(**{"prompt": tiny.prompts()[0], "max_new_tokens": NEW} | settings))
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize(
+    ("name", "paged"),
+    slow_except(
+        [("eagle3", False), ("beam", False), *((name, True) for name in ARMS if name != "beam")],
+        product(ARMS, (False, True)),
+    ),
+)
 def test_requests_that_come_at_any_time_are_decoded_as_if_alone(name, paged):
     arm, pool = ARMS[name](), blocks() if paged else None
     engine = Engine(tiny.base(), arm[0], tree=arm[1], max_batch=3, max_length=40, pool=pool)
@@ -240,8 +247,15 @@ def test_after_any_submissions_and_cancellations_every_block_is_free(**served):
 # --- errors ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-@pytest.mark.parametrize("place", ["_make_cache", "prefill", "verify", "begin", "join", "keep"])
+PLACES = ("_make_cache", "prefill", "verify", "begin", "join", "keep")
+
+
+@pytest.mark.parametrize(
+    ("place", "paged"),
+    slow_except(
+        [*((place, True) for place in PLACES), ("keep", False)], product(PLACES, (False, True))
+    ),
+)
 def test_an_error_ends_only_the_rows_of_its_step(place, paged, monkeypatch):
     drafter, pool = tiny.oracle(2), blocks(24) if paged else None
     engine = Engine(tiny.base(), drafter, max_batch=2, max_length=40, pool=pool)

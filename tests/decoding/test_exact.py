@@ -1,10 +1,10 @@
 """Tree decoding gives, token for token, the text that the base alone decodes.
 
-Further architectures, dense and with experts, are also trained, planned, exported and loaded. In
-each of them one tree is fast, and the others are slow.
+Further architectures, dense and with experts, are also trained, planned, exported and loaded.
 """
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from specheads.training.memory import MetaTraining, PeakMemory
 from specheads.training.schedule import schedule_phases
 from tests import tiny
 from tests.oracle import TextPositions
+from tests.slow import ATTENTIONS, SOME_KINDS, slow_except
 from tests.training.test_plan import settings_of, stepping
 from tests.training.test_trainer import phase, run_training
 
@@ -79,7 +80,6 @@ TREES = {
     "chain": policies.chain(4),
     "best_first": policies.BestFirst(12, 4),
 }
-KINDS = ("redrafter", "eagle3", "dflash")
 
 
 def decode(
@@ -122,8 +122,7 @@ def change_mask(
     monkeypatch.setattr(specheads.base.forward, "tree_mask", wrong_mask)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "attention"), ATTENTIONS)
 def test_random_trees_on_ragged_rows_decode_the_base_s_text(architecture, attention):
     out = decode(architecture, attention)
     assert out.tokens == tiny.continuations(architecture)
@@ -134,7 +133,9 @@ def test_random_trees_are_exact_in_float32_too():
     assert decode("llama", "sdpa", torch.float32).tokens == tiny.continuations("llama")
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", slow_except(["llama", "gemma3", "gpt_bigcode"], tiny.ARCHITECTURES)
+)
 def test_a_causal_mask_in_place_of_the_tree_mask_is_caught(architecture, monkeypatch):
     change_mask(
         monkeypatch, architecture, lambda mask, window: (torch.ones_like(mask).tril(), window)
@@ -142,23 +143,19 @@ def test_a_causal_mask_in_place_of_the_tree_mask_is_caught(architecture, monkeyp
     assert decode(architecture).tokens != tiny.continuations(architecture)
 
 
-FURTHER_WINDOWED = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("mixtral", "phi3", "gemma2", "starcoder2")
-]
+FURTHER_WINDOWED = ("mixtral", "phi3", "gemma2", "starcoder2")
 
 
-@pytest.mark.parametrize("architecture", [*tiny.WINDOWED, *FURTHER_WINDOWED])
+@pytest.mark.parametrize(
+    "architecture", slow_except(tiny.WINDOWED, [*tiny.WINDOWED, *FURTHER_WINDOWED])
+)
 def test_forgetting_the_sliding_window_is_caught(architecture, monkeypatch):
     change_mask(monkeypatch, architecture, lambda ancestors, _: (ancestors, None))
     tree = None if architecture in tiny.WINDOWED else TREES["static"]
     assert decode(architecture, tree=tree).tokens != tiny.continuations(architecture)
 
 
-FURTHER = [pytest.param(name, marks=pytest.mark.slow) for name in tiny.FURTHER]
-
-
-@pytest.mark.parametrize("architecture", [*tiny.ARCHITECTURES, *FURTHER])
+@pytest.mark.parametrize("architecture", slow_except(tiny.ARCHITECTURES, tiny.RECIPES))
 def test_the_reference_is_varied_and_never_close_to_a_tie(architecture):
     """A base that repeats itself would forgive wrong masks, and a tie would fail right ones."""
     model = tiny.base(architecture, "eager").model
@@ -174,23 +171,23 @@ def test_the_reference_is_varied_and_never_close_to_a_tie(architecture):
 # further architectures
 
 
-def cases(second: tuple[str, ...]) -> list[Any]:
-    """Return pairs of an architecture and a choice; only the first choice of each is fast."""
-    return [
-        pytest.param(architecture, choice, marks=pytest.mark.slow if number else ())
-        for architecture in tiny.FURTHER
-        for number, choice in enumerate(second)
-    ]
-
-
-@pytest.mark.parametrize(("architecture", "tree"), cases((*TREES,)))
+@pytest.mark.parametrize(
+    ("architecture", "tree"),
+    slow_except([(name, "static") for name in tiny.FURTHER], product(tiny.FURTHER, TREES)),
+)
 def test_trees_of_further_architectures_decode_the_base_s_text(architecture: str, tree: str):
     out = decode(architecture, tree=TREES[tree])
     assert out.tokens == tiny.continuations(architecture)
     assert_branching(out, branches=tree != "chain")
 
 
-@pytest.mark.parametrize(("architecture", "kind"), cases(KINDS))
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    slow_except(
+        [("gemma2", "redrafter"), ("qwen3_moe", "eagle3"), ("phi3", "dflash")],
+        product(tiny.FURTHER, SOME_KINDS),
+    ),
+)
 def test_training_lowers_the_loss(architecture: str, kind: str, tmp_path: Path):
     base = tiny.base(architecture, dtype=torch.float32)
     run_training(tmp_path, Schedule(phases={"corpus": phase(steps=8)}), kind=kind, base=base)
@@ -199,7 +196,7 @@ def test_training_lowers_the_loss(architecture: str, kind: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 @pytest.mark.parametrize("architecture", tiny.EXPERTS)
 def test_head_of_experts_is_planned_exported_and_loaded(
     architecture: str, kind: str, tmp_path: Path

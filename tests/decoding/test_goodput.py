@@ -36,6 +36,7 @@ from specheads.heads.load import kinds
 from tests import tiny
 from tests.decoding.test_engine import alone, head, requests
 from tests.oracle import Oracle
+from tests.slow import SOME_KINDS, slow_except
 from tests.tuned import MATCH, tuned
 
 CHAINS = [(depth, 0) for depth in range(12)]
@@ -226,7 +227,9 @@ def serve_requests(drafter: Drafter | None, tree: policies.TreePolicy) -> list[S
     return streams
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name", slow_except([*SOME_KINDS, "draft model", "window", "lookup", "hybrid"], DRAFTERS)
+)
 def test_text_is_the_bases_own_whatever_tree_each_step_takes(name):
     drafter, trees = DRAFTERS[name]()
     policy = Switching(trees)
@@ -320,7 +323,7 @@ def count_new_tensors(act: Callable[[], object]) -> int:
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize(
     ("name", "pooled"),
-    [*USUAL, *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in USUAL)],
+    slow_except(USUAL, EVERY),
 )
 def test_requests_that_join_and_leave_free_all_tensors(name: str, pooled: bool):
     drafter, (tree, *_) = DRAFTERS[name]() if name else (None, (policies.NOTHING,))

@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from specheads.heads.load import kinds
 from tests import tiny
 from tests.gpu import trained
 from tests.heads.test_heads import make
+from tests.slow import SOME_KINDS, each_kind, slow_except
 
 ROOT = Path(__file__).parents[2]
 NEW_TOKENS = 24
@@ -160,15 +162,20 @@ def check_equal(
     return recorder
 
 
-@pytest.mark.parametrize("tree", [pytest.param("chain", marks=pytest.mark.slow), "static"])
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    slow_except([(kind, "static") for kind in SOME_KINDS], product(kinds(), ("chain", "static"))),
+)
 def test_recorded_drafts_of_every_head_are_the_eager_ones(kind: str, tree: str) -> None:
     recorder = check_equal(head(kind), tree=TREES[tree])
     assert recorder.called.count("drafting") > 4 * recorder.recorded.count("drafting") > 0
 
 
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    ("tree", "law"),
+    # every tree, and every law with two
+    slow_except([*zip(TREES, [*LAWS] * 2, strict=False)], product(TREES, LAWS)),
+)
 def test_recorded_drafts_of_every_tree_and_law_are_the_eager_ones(tree: str, law: str) -> None:
     recorder = check_equal(head("eagle3"), tree=TREES[tree], sampling=LAWS[law])
     # processors of a row run on the host
@@ -183,13 +190,7 @@ def test_recorded_steps_of_the_base_alone_are_the_eager_ones() -> None:
 FUNCTIONS = {"drafting", "verification", "acceptance"}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=[] if kind in ("dspark", "mlp_speculator") else pytest.mark.slow)
-        for kind in kinds()
-    ],
-)
+@pytest.mark.parametrize("kind", each_kind("dspark", "mlp_speculator"))
 def test_steps_of_every_head_replay_without_python_code(kind: str) -> None:
     recorder = check_equal(head(kind), Capturing, tree=TREES["static"])
     assert {*recorder.recorded} == FUNCTIONS
@@ -279,10 +280,12 @@ def test_recorded_drafts_with_a_window_or_in_parallel_are_the_eager_ones(
     check_equal(make({"kind": "eagle3", **settings}, tiny.base()), tree=TREES["static"])
 
 
-@pytest.mark.parametrize("recorder_class", [Counting, Capturing])
-@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize(
-    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_KINDS)]
+    ("kind", "paged", "recorder_class"),
+    slow_except(
+        [("eagle3", False, Counting), ("eagle3", True, Capturing)],
+        product(["eagle3", *MORE_KINDS], (False, True), (Counting, Capturing)),
+    ),
 )
 def test_rows_that_join_and_leave_record_nothing_again(
     kind: str, paged: bool, recorder_class: type[Counting]
@@ -312,7 +315,7 @@ def test_rows_that_join_and_leave_record_nothing_again(
     assert 3 <= len({*padded}) == len(padded) <= (14 if paged else 6)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("mlp_speculator", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", slow_except(["eagle3"], ["eagle3", "mlp_speculator"]))
 def test_a_recorded_paged_engine_gives_the_steps_of_an_eager_one(kind: str) -> None:
     recorder, drafter = Counting(), head(kind)
     base = recording_base(recorder)
@@ -325,7 +328,7 @@ def test_a_recorded_paged_engine_gives_the_steps_of_an_eager_one(kind: str) -> N
     assert {*recorder.recorded} == FUNCTIONS
 
 
-@pytest.mark.parametrize("kind", ["mlp_speculator", pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", slow_except(["mlp_speculator"], ["mlp_speculator", "eagle3"]))
 @pytest.mark.parametrize("paged", [False, True])
 def test_an_engine_records_all_batch_sizes_before_its_first_request(kind: str, paged: bool) -> None:
     recorder, settings = Counting(), {"tree": TREES["static"], "max_batch": 3, "max_length": 64}

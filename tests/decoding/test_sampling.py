@@ -26,6 +26,7 @@ from tests.decoding.test_exact import RandomTrees
 from tests.decoding.test_noise import FAR as MOST
 from tests.decoding.test_noise import chi_square
 from tests.oracle import Oracle
+from tests.slow import slow_except
 
 SETTINGS = {
     "plain": Sampling(temperature=0.9),
@@ -153,7 +154,6 @@ SOME = [
     for index, architecture in enumerate(tiny.ARCHITECTURES)
     for turn, cache in enumerate(CACHES)
 ]
-SLOW = [case for case in EVERYTHING if case not in SOME]
 
 
 @functools.cache
@@ -194,10 +194,7 @@ def match(
 
 @pytest.mark.parametrize(
     ("architecture", "shape", "cache", "batch"),
-    [
-        *SOME,
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERYTHING if case not in SOME),
-    ],
+    slow_except(SOME, EVERYTHING),
 )
 def test_sample_and_match_gives_the_base_s_samples(architecture, shape, cache, batch):
     decoding, alone = match(architecture, shape, cache, batch)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.tuned import SwitchingPolicy, Tuned
 from specheads.heads.load import build_for_base, copy_for_drafting, load_head, resume_head
 from tests import tiny
+from tests.slow import slow_except
 from tests.tuned import FORWARD, NEGATIVE, tree, tuned
 
 EQUAL = Curve(probs=[0.5], accepted=[0.4])
@@ -150,8 +152,10 @@ TWICE = [[7, 3, 11, 5, 2, 9, 7, 3, 11], [4, 8, 4, 8, 4]]
 """Prompts that repeat themselves, so that something is copied."""
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize(
+    ("kind", "temperature"),
+    slow_except([("eagle3", 0.0), ("medusa", 1.0)], product(["eagle3", "medusa"], [0.0, 1.0])),
+)
 def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(kind, temperature):
     base, sampling = tiny.base(), Sampling(temperature=temperature, seed=3)
     head = copy_for_drafting(build_for_base({"kind": kind, "depth": 2}, base), base)

@@ -21,6 +21,7 @@ from specheads.decoding.trees import policies
 from specheads.heads.load import build_for_base, build_head, copy_head, kinds, load_head
 from specheads.measure.offline import offline_logits
 from tests import tiny
+from tests.slow import slow_except
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = kinds()
@@ -178,7 +179,9 @@ def test_states_at_anchors_equal_states_without_anchors(settings: dict, base: Fr
         torch.testing.assert_close(selected[anchors], all_of_them[anchors], rtol=0, atol=1e-12)
 
 
-@each_case
+@pytest.mark.parametrize(
+    "settings", slow_except([{"kind": kind} for kind in KINDS], CASES), ids=told
+)
 def test_16_bit_features_and_float32_weights_give_no_warning(settings: dict):
     # warnings are errors in the tests, and torch shows this one once per process
     base = tiny.base(dtype=torch.bfloat16)
@@ -247,16 +250,20 @@ def test_no_depth_reads_later_tokens(settings: dict, base: FrozenBase):
     """Depth k at position t has read tokens up to t + 1 + k: later ones change nothing."""
     head = make(settings, base)
     features, tokens = read(base, head.aux_layers)
-    before = offline_logits(head, features, tokens)
-    for changed in range(2, TIME):
-        changed_tokens = tokens.clone()
-        changed_tokens[:, changed] = (changed_tokens[:, changed] + 1) % base.vocab_size
-        later = (torch.arange(TIME) >= changed)[:, None].double()
-        aux = None if features.aux is None else features.aux + later
-        after = offline_logits(head, Features(features.hidden + later, aux), changed_tokens)
-        for level, (old, new) in enumerate(zip(before, after, strict=True)):
-            free = max(changed - 1 - level, 0)
-            torch.testing.assert_close(old[:, :free], new[:, :free], rtol=0, atol=0)
+    # a row for each text and each position from which on it is changed
+    first = torch.arange(2, TIME).repeat_interleave(len(tokens))[:, None]
+    copies = TIME - 2, 1, 1
+    hidden, tokens = features.hidden.repeat(copies), tokens.repeat(copies[:2])
+    aux = None if features.aux is None else features.aux.repeat(copies)
+    before = offline_logits(head, Features(hidden, aux), tokens)
+    later = (torch.arange(TIME) >= first)[..., None].double()
+    changed = torch.where(torch.arange(TIME) == first, (tokens + 1) % base.vocab_size, tokens)
+    aux = None if aux is None else aux + later
+    after = offline_logits(head, Features(hidden + later, aux), changed)
+    for level, (old, new) in enumerate(zip(before, after, strict=True)):
+        is_before = torch.arange(old.shape[1]) < first - 1 - level
+        assert is_before.any()
+        torch.testing.assert_close(old[is_before], new[is_before], rtol=0, atol=0)
 
 
 POLICIES = {
@@ -264,14 +271,14 @@ POLICIES = {
     "chain": policies.chain(3),
     "best_first": policies.BestFirst(9, 3),
 }
-# every network with one tree, and each kind as it comes with the others
-DECODED = [(case, "static") for case in CASES]
-DECODED += [({"kind": kind}, policy) for kind in KINDS for policy in ("chain", "best_first")]
+STATIC = [(case, "static") for case in CASES]
+OTHERS = [({"kind": kind}, policy) for kind in KINDS for policy in ("chain", "best_first")]
 
 
 @pytest.mark.parametrize(
     ("settings", "policy"),
-    DECODED,
+    # every network with one tree
+    slow_except([*STATIC, ({"kind": "eagle3"}, "best_first")], [*STATIC, *OTHERS]),
     ids=lambda choice: choice if isinstance(choice, str) else told(choice),
 )
 def test_tree_decoding_reproduces_greedy(settings: dict, policy: str, base: FrozenBase):

@@ -1,6 +1,7 @@
 """Replay gives the integers of decoding: with prompt lookup, and above temperature zero."""
 
 import functools
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from specheads.measure.tune_trees import best_paths
 from tests import recurrent, tiny
 from tests.heads.test_heads import make
 from tests.measure.test_measure import Habit
+from tests.slow import SOME_KINDS, slow_except
 
 DEPTH = 3
 CHAIN = policies.chain(DEPTH)
@@ -87,7 +89,10 @@ def replay_hybrid(ranks: list[torch.Tensor], tree: policies.Static) -> list[Dept
 
 @pytest.mark.parametrize(
     ("name", "tree"),
-    [*((name, TREE) for name in [*kinds(), "habit"]), ("habit", CHAIN), ("eagle3", CHAIN)],
+    slow_except(
+        [*((name, TREE) for name in [*SOME_KINDS, "habit"]), ("habit", CHAIN)],
+        product([*kinds(), "habit"], (TREE, CHAIN)),
+    ),
     ids=lambda value: getattr(value, "name", value),
 )
 def test_replay_of_trees_and_hybrids_gives_the_loops_integers(name: str, tree: policies.Static):
@@ -106,10 +111,9 @@ def test_replay_of_trees_and_hybrids_gives_the_loops_integers(name: str, tree: p
         assert totals[0].tokens_per_forward > totals[1].tokens_per_forward > 1
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("granitemoehybrid", "falcon_h1")]
-
-
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", *SLOW])
+@pytest.mark.parametrize(
+    "architecture", slow_except(["qwen3_5_text"], ["qwen3_5_text", "granitemoehybrid", "falcon_h1"])
+)
 def test_replay_over_a_base_with_states_gives_the_loops_integers(architecture: str):
     base, prompts = recurrent.base(architecture), recurrent.prompts(9, 21)
     drafter = make({"kind": "eagle3", "depth": DEPTH}, base)
@@ -143,16 +147,12 @@ SAMPLINGS = {
     ),
 }
 HABITS = ["habit", "habit of few tokens"]
-CASES = [
-    *((name, sampling, True) for name in HABITS for sampling in SAMPLINGS),
-    *((name, "warm", True) for name in kinds()),
-    *(("habit", sampling, False) for sampling in SAMPLINGS),
+FAST = [
+    *(("habit", sampling, True) for sampling in SAMPLINGS),
+    *((name, "warm", True) for name in [HABITS[1], *SOME_KINDS]),
+    *(("habit", sampling, False) for sampling in ("warm", "cut and penalised")),
 ]
 """Head, sampling, and whether drafts are coupled."""
-MORE_CASES = [
-    *((name, sampling, True) for name in kinds() for sampling in SAMPLINGS if sampling != "warm"),
-    *((name, "warm", False) for name in [*kinds(), HABITS[1]]),
-]
 
 
 @functools.cache
@@ -182,7 +182,7 @@ def replay_samples(
 
 @pytest.mark.parametrize(
     ("name", "sampling", "coupled"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES)],
+    slow_except(FAST, product([*HABITS, *kinds()], SAMPLINGS, (True, False))),
 )
 def test_replay_of_samples_gives_the_loops_integers(name: str, sampling: str, coupled: bool):
     texts = sampled_texts(sampling)

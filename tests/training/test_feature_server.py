@@ -18,7 +18,7 @@ from specheads.config.training import FeatureSettings, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
-from specheads.heads.load import build_for_base, kinds
+from specheads.heads.load import build_for_base
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training import log
@@ -27,6 +27,7 @@ from specheads.training.features import FeatureSource, server_layers
 from specheads.training.log import ValidationSet, validate
 from tests import tiny
 from tests.packed import packed, texts
+from tests.slow import each_kind, slow_except
 from tests.training.states_server import StatesServer
 from tests.training.test_trainer import assert_equal, last_step, phase, run_training
 
@@ -103,14 +104,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return read_metrics(folder / "metrics.jsonl")
 
 
-NEAREST = ("redrafter", "eagle3", "dflash")
-"""Heads that read the last layer, several layers, and blocks; the others are like one of them."""
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[] if kind in NEAREST else pytest.mark.slow) for kind in kinds()],
-)
+@pytest.mark.parametrize("kind", each_kind())
 def test_losses_equal_those_of_a_local_base(kind: str, bases: Any, tmp_path: Path):
     base, ends = bases
     head = head_of(kind, ends)
@@ -233,14 +227,10 @@ def assert_plain(plain: tuple[Path, dict[str, Any]], head: Head, server: StatesS
     assert not list(server.folder.iterdir())
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        *("status_500", "absent", "cut"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dropped", "stalled", "late")),
-        "removed",
-    ],
-)
+FAULTS = ("status_500", "absent", "cut", "dropped", "stalled", "late", "removed")
+
+
+@pytest.mark.parametrize("fault", slow_except(["status_500", "cut"], FAULTS))
 def test_failed_requests_are_repeated(
     fault: str, server: Any, bases: Any, plain: Any, tmp_path: Path
 ):

@@ -22,7 +22,7 @@ from specheads.config import data_dir
 from specheads.config.training import JointSettings, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
-from specheads.heads.load import build_for_base, kinds, load_head
+from specheads.heads.load import build_for_base, load_head
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
@@ -33,6 +33,7 @@ from specheads.training.objective import Objective, draft_labels
 from specheads.training.schedule import ScheduledPhase
 from specheads.training.step import MicroBatch, Teacher, compute_loss
 from tests import tiny
+from tests.slow import each_kind
 from tests.training import test_trainer
 from tests.training.test_trainer import assert_equal, power_cut
 
@@ -186,7 +187,7 @@ def test_log_has_head_weight_and_both_learning_rates(tmp_path: Path):
         assert row["loss"] == pytest.approx(total, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", each_kind())
 def test_all_parameters_of_an_adapter_are_trained(kind: str, tmp_path: Path):
     base = fresh_base(dtype=torch.float32)
     # A moves from the second step on: until then B is zero

@@ -40,6 +40,7 @@ from specheads.training.processes import RowShare, accelerator_of_environment
 from specheads.training.schedule import refuse_misfit, schedule_phases
 from specheads.training.step import StepRunner
 from tests import recurrent, tiny
+from tests.slow import slow_except
 
 CPU = torch.device("cpu")
 CORPUS_ONLY = "~schedule.phases.distilled"
@@ -100,9 +101,10 @@ def stepping(settings: Train, base: BaseEnds) -> tuple[StepRunner, Callable[[], 
 
 
 SOURCES = [*((kind, "local") for kind in kinds()), ("eagle3", "vllm"), ("medusa", "vllm")]
+FAST = [("mlp_speculator", "local"), ("dflash", "local"), ("eagle3", "vllm")]
 
 
-@pytest.mark.parametrize(("kind", "source"), SOURCES)
+@pytest.mark.parametrize(("kind", "source"), slow_except(FAST, SOURCES))
 def test_memory_and_flops_from_shapes_equal_real_steps(kind, source, folder, monkeypatch):
     for table in (depth_loss.CHUNK_LOGITS, depth_loss.BLOCK_LOGITS):
         monkeypatch.setitem(table, "cpu", table["cuda"])

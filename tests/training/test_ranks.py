@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState
 from specheads.config import compose
 from specheads.config.training import JointSettings
 from specheads.heads.load import kinds
+from tests.slow import SOME_KINDS, slow_except
 from tests.training.in_processes import StopError, at_step, forked, train, untimed_rows
 
 
@@ -54,8 +55,9 @@ def same_losses(
             assert_same_rows(other_folder / kind, first / kind, settings["steps"])
 
 
-def test_two_processes_have_the_losses_of_one(tmp_path: Path):
-    same_losses(tmp_path, (1, 1), (2, 2), steps=3)
+@pytest.mark.parametrize("of", slow_except([[*SOME_KINDS]], [[*SOME_KINDS], kinds()]), ids=len)
+def test_two_processes_have_the_losses_of_one(of: list[str], tmp_path: Path):
+    same_losses(tmp_path, (1, 1), (2, 2), of=of, steps=3)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from specheads.heads.load import _fingerprint
 from specheads.runs.trackers import read_metrics
 from specheads.training.processes import TIMEOUT, accelerator_of_environment, load_base
 from tests import tiny
+from tests.slow import slow_except
 from tests.training.in_processes import SHARED_OUT, forked, joined
 from tests.training.test_processes import ENVIRONMENT, REPOSITORY
 from tests.training.test_ranks import assert_same_rows, each, same_losses, stopped_at
@@ -38,7 +39,7 @@ def known_again(sharding: str) -> None:
     assert shared_out.num_parameters == whole_base.num_parameters
 
 
-@pytest.mark.parametrize("sharding", ["fsdp2", "tensor"])
+@pytest.mark.parametrize("sharding", slow_except(["tensor"], ["fsdp2", "tensor"]))
 def test_sharded_base_has_the_same_outputs(sharding: str):
     assert forked(2, known_again, sharding) == [0, 0]
 

@@ -13,7 +13,7 @@ from specheads.config.training import Phase
 from specheads.core import features, machine
 from specheads.core.kernels import without_cudnn_attention
 from specheads.data.packing import TokenBatch
-from specheads.heads.load import build_for_base, kinds
+from specheads.heads.load import build_for_base
 from specheads.training import objective as objectives
 from specheads.training import processes
 from specheads.training.objective import Objective, draft_labels
@@ -21,13 +21,14 @@ from specheads.training.schedule import ScheduledPhase
 from specheads.training.step import MicroBatch, Teacher, compute_loss
 from tests import tiny
 from tests.meta import META, Waits
+from tests.slow import each_kind
 
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", each_kind())
 def test_training_step_synchronises_once(kind, monkeypatch):
     # it copies without waiting
     for module in (objectives, features):

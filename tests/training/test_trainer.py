@@ -25,7 +25,7 @@ from specheads.core.errors import InputError
 from specheads.core.machine import computes_bfloat16
 from specheads.core.signals import ONE_REQUEST_SECONDS
 from specheads.data.packing import BatchStream, TokenBatch
-from specheads.heads.load import build_for_base, build_head, kinds
+from specheads.heads.load import build_for_base, build_head
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
@@ -36,6 +36,7 @@ from specheads.training.schedule import Muon, ScheduledPhase, optimizers, refuse
 from specheads.training.step import StepRunner
 from specheads.training.trainer import prefetched
 from tests import tiny
+from tests.slow import each_kind
 from tests.training.in_processes import StopError, fixed_flops
 
 
@@ -130,7 +131,7 @@ def test_every_phase_has_ibms_learning_rates(step: int, share: float):
     assert later.rates(400 + step)["head"] == pytest.approx(share, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", kinds())
+@pytest.mark.parametrize("kind", each_kind())
 def test_base_is_frozen_and_all_head_parameters_change(kind: str, tmp_path: Path):
     base = tiny.base("llama", dtype=torch.float32)
     before = {name: value.clone() for name, value in base.model.state_dict().items()}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from specheads.training.schedule import ScheduledPhase
 from specheads.training.step import StepRunner, Teacher
 from tests import tiny
 from tests.packed import alone, packed, texts
+from tests.slow import slow_except
 from tests.training import test_joint
 from tests.training.in_processes import STEP_FLOPS, StopError
 from tests.training.test_joint import fresh_base
@@ -61,7 +63,7 @@ def best(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "best" / "best.json").read_text())
 
 
-@pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3", "dspark"])
+@pytest.mark.parametrize("kind", slow_except(["eagle3"], ["mlp_speculator", "eagle3", "dspark"]))
 def test_best_head_is_saved_with_its_score(kind: str, tmp_path: Path):
     schedule = Schedule(phases={"corpus": phase(steps=8, learning_rate=3e-2)})
     run_training(tmp_path, schedule, kind=kind, held_out=replace(PROMPTS, every=2))
@@ -135,13 +137,22 @@ WAYS: dict[str, tuple[Any, str, bool]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_resume_keeps_the_best_head(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+SOME_CALLS, CALLS = (1, 5, 2), (1, 2, 3, 5, 4, 2, 1)
+"""The calls that fail, one of each run."""
+
+
+@pytest.mark.parametrize(
+    ("way", "calls"),
+    slow_except([(way, SOME_CALLS) for way in WAYS], product(WAYS, (SOME_CALLS, CALLS))),
+)
+def test_resume_keeps_the_best_head(
+    way: str, calls: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     by_weights(monkeypatch)
     schedule = Schedule(phases={"corpus": phase(steps=8), "distilled": phase(steps=8)})
     reference_folder, resumed_folder = tmp_path / "whole", tmp_path / "parts"
     run_training(reference_folder, schedule, held_out=PROMPTS)
-    for at in (1, 2, 3, 5, 4, 2, 1):
+    for at in calls:
         with monkeypatch.context() as patch:
             owner, name, after = WAYS[way]
             crashing(patch, owner, name, at, after)
@@ -291,7 +302,13 @@ def trained(folder: Path, kind: str, validation_set: ValidationSet | None) -> He
     return run_training(folder, schedule, kind=kind, base=base, held_out=validation_set)
 
 
-@pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3", "dspark", "medusa and adapter"])
+@pytest.mark.parametrize(
+    "kind",
+    slow_except(
+        ["eagle3", "medusa and adapter"],
+        ["mlp_speculator", "eagle3", "dspark", "medusa and adapter"],
+    ),
+)
 def test_validation_does_not_change_training(kind: str, tmp_path: Path):
     plain = trained(tmp_path / "plain", kind, None).state_dict()
     # (not Python's random state: the type checks of tests use it)
