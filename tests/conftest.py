@@ -2,16 +2,20 @@
 
 A refusal of more than one line fails the test that reads it.
 
-jaxtyping checks functions with shapes in their annotations, and beartype checks the others.
+jaxtyping checks functions with shapes in their annotations, in their first calls of each test, and
+beartype checks the others.
 beartype skips `specheads.decoding`, which validates the arguments of users itself.
 """
 
+import functools
 import gc
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 # these libraries read them when they are imported
@@ -41,9 +45,28 @@ SHAPED = [
     if re.search("from (jaxtyping|specheads.core.drafter) import", file.read_text(encoding="utf-8"))
 ]
 UNCHECKED = "specheads.decoding"
+CHECKED_CALLS = 8
+"""Number of checked calls of each function in each test: a check takes longer than the operations
+of a tiny model."""
+NUM_CALLS = Counter[FunctionType]()
+"""Number of calls of each function with shapes in the running test, up to `CHECKED_CALLS`."""
 PLAIN = BeartypeConf(
     claw_is_pep526=False, claw_skip_package_names=(UNCHECKED,), violation_type=TypeError
 )
+
+
+def check_first_calls(function: FunctionType, check: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `check` at first, and then `function` itself."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # the compiler traces the function alone
+        if torch.compiler.is_compiling() or NUM_CALLS[function] >= CHECKED_CALLS:
+            return function(*args, **kwargs)
+        NUM_CALLS[function] += 1
+        return check(*args, **kwargs)
+
+    return call
 
 
 def checked(*, typechecker: Any) -> Callable[[Any], Any]:
@@ -55,7 +78,9 @@ def checked(*, typechecker: Any) -> Callable[[Any], Any]:
             # the compiler identifies a closure by its code, and a wrapper has new code in each call
             return made
         if isinstance(made, type) or "jaxtyping." in repr(function.__annotations__):
-            return jaxtyped(typechecker=typechecker)(made)
+            check_shapes = jaxtyped(typechecker=typechecker)(made)
+            is_function = isinstance(made, FunctionType)
+            return check_first_calls(made, check_shapes) if is_function else check_shapes
         return made if function.__module__.startswith(UNCHECKED) else beartype(conf=PLAIN)(made)
 
     return check
@@ -73,8 +98,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 
 # no deadlines, and the same examples on every machine
-hypothesis.settings.register_profile("specheads", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("specheads")
+for name, num_examples in (("specheads", 100), ("few", 20)):
+    hypothesis.settings.register_profile(
+        name, deadline=None, derandomize=True, max_examples=num_examples
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Try fewer examples where slow tests are left out."""
+    hypothesis.settings.load_profile("few" if "not slow" in config.option.markexpr else "specheads")
 
 
 def pytest_collection_finish() -> None:
@@ -111,6 +143,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+    NUM_CALLS.clear()
 
 
 @pytest.fixture
