@@ -2,14 +2,15 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 
 from specheads.base.model import FrozenBase
 from specheads.config.commands import Train
 from specheads.training.memory import MetaTraining, weights_bytes
-from specheads.training.plan import disk_use
+from specheads.training.plan import disk_use, plan_server
 from specheads.training.schedule import ScheduledPhase, row_tokens, schedule_phases, text_tokens
 
 SHARE = 0.41
@@ -61,21 +62,20 @@ class Cost:
 class CostModel:
     """Costs of one training, from shapes that are computed once."""
 
-    def __init__(self, settings: Train) -> None:
+    def __init__(self, settings: Train, source: str = "local") -> None:
         settings = copy.deepcopy(settings)
-        # servers are one of the ways that a cost compares
-        settings.features.source = "local"
-        self._training = MetaTraining(settings, torch.device("cuda"))
-        base = self._training.base
-        assert isinstance(base, FrozenBase)
-        self._slot_bytes = base.slot_bytes
-        self._phases = schedule_phases(self._training.settings.schedule)
+        settings.features.source = source
+        self.training = MetaTraining(settings, torch.device("cuda"))
+        base = self.training.base
+        # the ends of a base write no text
+        self._slot_bytes = base.slot_bytes if isinstance(base, FrozenBase) else 0
+        self._phases = schedule_phases(self.training.settings.schedule)
         self._base_bytes = weights_bytes(base.model)
         # heads read the two tables, which every process has whole
         tables = {id(table): table for table in (base.embedding, base.projection.weight)}
         self._tables_bytes = sum(table.numel() * table.itemsize for table in tables.values())
         self._steps: dict[tuple[str, int], tuple[int, float]] = {}
-        self.disk_bytes = disk_use(self._training).total_bytes
+        self.disk_bytes = disk_use(self.training).total_bytes
         """Bytes that a run writes."""
 
     def cost(self, gpu: Gpu, count: int) -> Cost:
@@ -92,7 +92,7 @@ class CostModel:
         for phase in self._phases:
             # of the GPU with the most rows; without a row a GPU waits
             rows = phase.settings.steps * -(-phase.settings.batch_size // count)
-            data, context = self._training.settings.data, self._training.base.max_length
+            data, context = self.training.settings.data, self.training.base.max_length
             flops += rows * self._step(phase, 1)[1]
             all_rows = phase.settings.steps * phase.settings.batch_size
             tokens += all_rows * row_tokens(phase.settings, data, context)
@@ -116,7 +116,7 @@ class CostModel:
         if key not in self._steps:
             # gradients of a part are there while the next one runs
             phase.settings.accumulation_steps = 2
-            step = self._training.measure_step(phase, 2 * rows)
+            step = self.training.measure_step(phase, 2 * rows)
             self._steps[key] = step.memory.total_bytes, step.flops_per_row
         return self._steps[key]
 
@@ -137,4 +137,31 @@ class CostModel:
 def cost_lines(settings: Train, count: int) -> Sequence[str]:
     """Return a line for each GPU with the cost of a training on `count` of them."""
     model = CostModel(settings)
-    return [f"{count} x {gpu.name}: {model.cost(gpu, count)}" for gpu in GPUS]
+    if settings.features.source != "vllm":
+        return [f"{count} x {gpu.name}: {model.cost(gpu, count)}" for gpu in GPUS]
+    trainers = CostModel(settings, "vllm")
+    return [f"{count} x {gpu.name}: {_served_cost(model, trainers, gpu, count)}" for gpu in GPUS]
+
+
+def _served_cost(whole: CostModel, trainers: CostModel, gpu: Gpu, count: int) -> str:
+    """Return the cost of trainers, and of as many servers on the same GPUs as keep them busy."""
+    cost, training = trainers.cost(gpu, count), trainers.training
+    room = USABLE * gpu.memory_bytes
+    sizes = [
+        num_gpus
+        for num_gpus, memory in plan_server(training, 1).memory_by_gpus.items()
+        if memory.weights_bytes + memory.cache_bytes_of_open_requests <= room
+    ]
+    if not (cost.way and sizes):
+        return str(cost) if sizes else "a server does not fit"
+    # what one GPU would take for the layers alone
+    layers_hours = whole.cost(gpu, 1).train_hours - trainers.cost(gpu, 1).train_hours
+    num_servers = ceil(layers_hours / sizes[0] / cost.train_hours)
+    # which write the text first
+    text_hours = whole.cost(gpu, num_servers * sizes[0]).text_hours
+    way = f"features=vllm from {num_servers} x {sizes[0]} GPUs"
+    rate = cost.tokens_per_second * training.feature_bytes_per_token / 1e9
+    pool = plan_server(training, count, num_servers).folder_bytes / 1e9
+    place = "store" if training.settings.features.transport == "mooncake" else "folder"
+    cost = replace(cost, way=way, text_hours=text_hours)
+    return f"{cost}, {rate:.2f} GB/s, {pool:.1f} GB in the {place}"

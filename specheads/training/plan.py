@@ -293,8 +293,10 @@ def disk_use(training: MetaTraining) -> DiskUse:
     )
 
 
-def plan_server(training: MetaTraining, num_processes: int) -> ServerPlan:
-    """Return what a server needs for `num_processes` trainers."""
+def plan_server(
+    training: MetaTraining, num_processes: int, num_servers: int | None = None
+) -> ServerPlan:
+    """Return what one of some servers, or of those in the settings, needs for all trainers."""
     settings, features = training.settings, training.settings.features
     base = meta_base(settings.base, server_dtype(settings.base.dtype))
     num_requests = features.concurrency * num_processes
@@ -313,7 +315,7 @@ def plan_server(training: MetaTraining, num_processes: int) -> ServerPlan:
                 cache_bytes_per_token=token_bytes,
                 cache_bytes_of_open_requests=token_bytes * num_requests * row_tokens,
             )
-    num_files = num_requests * max(len(features.url), 1)
+    num_files = num_requests * (num_servers or len(features.url) or 1)
     files_bytes = num_files * row_tokens * training.feature_bytes_per_token
     return ServerPlan(
         layers=training.server_layers,

@@ -1,16 +1,19 @@
 """Costs on GPUs that are not here: from shapes, with datasheets that simulate uses too."""
 
+import re
 import sys
 from importlib import import_module
+from math import ceil
 from pathlib import Path
 
 import pytest
 import yaml
 from transformers import LlamaConfig
 
+from specheads.commands._call import call
 from specheads.config import compose, data_dir
 from specheads.training import cost
-from specheads.training.cost import GPUS, CostModel, Gpu, cost_lines
+from specheads.training.cost import GPUS, SHARE, CostModel, Gpu, cost_lines
 
 ROOT = Path(__file__).parents[2]
 PHASE = "schedule.phases.distilled"
@@ -62,12 +65,51 @@ def test_more_gpus_than_texts_generate_no_faster(settings):
     assert four / 2 < eight <= four
 
 
-def test_each_gpu_has_a_line_which_a_training_from_servers_does_not_change(settings, monkeypatch):
+def test_each_gpu_has_a_line(settings, monkeypatch):
     monkeypatch.setattr(cost, "GPUS", GPUS[:2])
     lines = cost_lines(settings, 2)
     assert [line.partition(":")[0] for line in lines] == [f"2 x {gpu.name}" for gpu in GPUS[:2]]
-    settings.features.source = "vllm"
-    assert cost_lines(settings, 2) == lines
+
+
+SERVED = re.compile(
+    r"# 1 x (\w+): features=vllm from (\d+) x (\d) GPUs, text 0.0 h, training ([\d.]+) h, "
+    r"([\d,]+) tokens/s, peak (\d+) GB, ([\d.]+) GB/s, ([\d.]+) GB in the (\w+)"
+)
+
+
+@pytest.mark.parametrize("transport", ["mooncake", pytest.param("folder", marks=pytest.mark.slow)])
+def test_dry_run_names_the_servers_of_a_base_of_70_billion(transport, tmp_path, capsys):
+    LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    phase, steps, rows, length = "schedule.phases.corpus", 10_000, 8, 4096
+    words = [f"base.model={tmp_path}", "base.device=cuda", "head=eagle3", "head.draft_tokens=32000"]
+    words += ["schedule=corpus_only", "~schedule.phases.distilled", f"{phase}.steps={steps}"]
+    words += [f"{phase}.batch_size={rows}", f"{phase}.sequence_length={length}", "features=vllm"]
+    words += [f"features.transport={transport}", "dry_run=true"]
+    call("train", ["recipe=tiny_code", *words])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# 1 x")]
+    # a part of an L4's memory has neither an eighth of the weights nor the head
+    assert lines[0] == "# 1 x L4: a server does not fit"
+    assert len(lines) == len(GPUS)
+    found = SERVED.fullmatch(lines[-1])
+    assert found, lines
+    gpu, *numbers, place = found.groups()
+    servers, gpus, hours, speed, peak, rate, pool = (
+        float(word.replace(",", "")) for word in numbers
+    )
+    assert (gpu, place) == ("H200", "store" if transport == "mooncake" else "folder")
+    # 141 GB of weights
+    assert gpus == 2
+    tokens = steps * rows * length
+    assert speed == pytest.approx(tokens / hours / 3600, rel=0.02)
+    assert rate == pytest.approx(speed * (5 * 8192 * 2 + 8) / 1e9, abs=0.01)
+    # servers read each token once, by two operations for each weight of 80 layers, and attention
+    layers_seconds = 2 * 68.5e9 * 1.08 * tokens / (SHARE * 989e12)
+    assert servers == ceil(layers_seconds / gpus / hours / 3600)
+    assert pool == pytest.approx(4 * 2**30 / 1e9, abs=0.1)
+    assert peak == 92
 
 
 @pytest.mark.slow
