@@ -6,10 +6,12 @@ docs/scale.md.
 """
 
 import hashlib
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from json import JSONDecodeError
@@ -86,6 +88,10 @@ class ServerState:
     """Whether it answered as expected, and no request failed since then."""
     failure: str = ""
     """What went wrong last."""
+    num_faults: int = 0
+    """How often it was lost."""
+    next_check: float = 0.0
+    """Time before which it is asked again only if no other server answers."""
     lock: Lock = field(default_factory=Lock)
 
 
@@ -118,9 +124,10 @@ class VllmServer(FeatureSource):
         self.settings, self.base, self.announce = settings, base, announce
         self.layers, self.max_row_tokens = server_layers(head, base), max_row_tokens
         self.aux_layers = head.aux_layers
-        file_bytes = max_row_tokens * server_token_bytes(self.layers, base.width, base.dtype)
+        self._token_bytes = server_token_bytes(self.layers, base.width, base.dtype)
+        file_bytes = max_row_tokens * self._token_bytes
         self.transport = open_transport(settings, max_row_tokens, file_bytes)
-        self.waited_seconds: float = 0.0
+        self._waited_seconds, self._read_seconds, self._read_bytes = 0.0, 0.0, 0
         self.name = uuid.uuid4().hex[:12]
         """Beginning of the ids of this process's requests."""
         self._key = read_api_key(KEY_VARIABLE)
@@ -133,8 +140,8 @@ class VllmServer(FeatureSource):
             client = OpenAI(base_url=url, http_client=http, **options)
             self._servers.append(ServerState(address, client))
         self._request_numbers, self._closing = count(), Event()
-        self._base_lock = Lock()
-        """A forward of the base's ends belongs to one thread."""
+        self._base_lock, self._lock = Lock(), Lock()
+        """A forward of the base's ends, and a change of shared numbers, belong to one thread."""
         self._probe_states: Tensor | None = None
         """States of the probe at the start."""
         self._open_requests: set[str] = set()
@@ -145,10 +152,17 @@ class VllmServer(FeatureSource):
         self._pool = ThreadPoolExecutor(num_workers, "features")
         try:
             for server in self._servers:
-                self._check_server(server)
+                with suppress(ConnectionError):
+                    self._recheck_server(server)
+            if self._probe_states is None:
+                remedy = f"{START_SERVER}, and give its address up to /v1"
+                refuse_server("be ready", self._servers[0].failure, remedy)
         except BaseException:
             self.close()
             raise
+        for server in self._servers:
+            if not server.is_checked:
+                announce(f"{server.failure}; it is used as soon as it answers")
 
     def begin(self, run: RunDirectory, rank: int) -> None:
         """Name requests after the run, and remove the states of its killed processes.
@@ -205,10 +219,20 @@ class VllmServer(FeatureSource):
                 pass
             end = document.start + len(document.tokens)
             states[document.row, document.start : end] = future.result()
-        self.waited_seconds += time.perf_counter() - start_time
+        self._waited_seconds += time.perf_counter() - start_time
         states = to_device(states, self.base.device)
         with self._base_lock:
             return features_of(states, self.layers, self.aux_layers, self.base, batch)
+
+    def ledger(self) -> dict[str, float]:
+        """Return the seconds and bytes of all requests, and the bytes that are asked for now."""
+        num_tokens = sum(map(len, list(self._states_by_tokens))) // torch.int64.itemsize
+        return {
+            "wait_share": self._waited_seconds,
+            "read_share": self._read_seconds,
+            "gb_per_second": self._read_bytes / 1e9,
+            "pool_gb": num_tokens * self._token_bytes / 1e9,
+        }
 
     def close(self) -> None:
         """Stop the requests and remove their states."""
@@ -227,20 +251,27 @@ class VllmServer(FeatureSource):
         start, number = time.monotonic(), next(self._request_numbers)
         patience = self.settings.patience_seconds
         for attempt in count():
-            server = self._servers[(number + attempt) % len(self._servers)]
+            usable = [one for one in self._servers if one.next_check < time.monotonic()]
+            usable = usable or self._servers
+            server = usable[(number + attempt) % len(usable)]
+            num_faults = server.num_faults
             try:
                 self._recheck_server(server)
                 return self._request_states(server, tokens)[0]
             except ConnectionError as error:
-                server.failure = self.transport.failure() or str(error)
-                if server.is_checked:
-                    self.announce(f"{server.failure}; asking again for up to {patience:g} seconds")
-                server.is_checked = False
+                server.failure = failure = self.transport.failure() or str(error)
+                with self._lock:
+                    # one line for a fault, also if many requests were open
+                    is_new = server.is_checked and server.num_faults == num_faults
+                    server.is_checked &= not is_new
+                    server.num_faults += is_new
+                if is_new:
+                    self.announce(f"{failure}; asking again for up to {patience:g} seconds")
                 is_stopping = self._closing.is_set() or self.halted()
                 if is_stopping or time.monotonic() - start > patience:
                     refuse_server(
                         f"answer within features.patience_seconds={patience:g}",
-                        server.failure,
+                        failure,
                         "start it again, and run the same command to resume",
                     )
                 self._sweep()
@@ -256,7 +287,12 @@ class VllmServer(FeatureSource):
             raise ConnectionError(server.failure)
         try:
             self._check_server(server)
-            self.announce(f"{server.address} answers again")
+            if server.failure:
+                self.announce(f"{server.address} answers{' again' * bool(server.num_faults)}")
+        except ConnectionError as error:
+            server.failure = str(error)
+            server.next_check = time.monotonic() + LONGEST_PAUSE_SECONDS
+            raise
         finally:
             server.lock.release()
 
@@ -268,6 +304,7 @@ class VllmServer(FeatureSource):
         """
         request = f"{self.name}-{uuid.uuid4().hex[:12]}"
         self._open_requests.add(request)
+        num_faults, is_probe = server.num_faults, not server.is_checked
         try:
             reply = self._call_server(
                 server,
@@ -289,7 +326,17 @@ class VllmServer(FeatureSource):
             except (AttributeError, KeyError, TypeError, ValueError):
                 rule = f"send its states by features.transport={self.settings.transport}"
                 refuse_server(rule, f"{server.address} wrote none", START_SERVER)
-            tensors = self.transport.receive(parameters, server.address)
+            start_time = time.perf_counter()
+            # the few states of a probe are written at once or never
+            end_time = start_time + (LONGEST_PAUSE_SECONDS if is_probe else math.inf)
+            tensors = self.transport.receive(
+                parameters,
+                server.address,
+                lambda: server.num_faults != num_faults or time.perf_counter() > end_time,
+            )
+            with self._lock:
+                self._read_seconds += time.perf_counter() - start_time
+                self._read_bytes += sum(tensor.nbytes for tensor in tensors.values())
         finally:
             self._open_requests.discard(request)
         return self._check_states(server, tokens, tensors), next_token
@@ -342,20 +389,14 @@ class VllmServer(FeatureSource):
         """Refuse a server with another model, other layers, another folder or a short context.
 
         Raises:
-            ConnectionError: It failed after the start of the run.
+            ConnectionError: It failed.
         """
-        try:
-            (model, *_) = self._call_server(
-                server, lambda: server.client.models.list(extra_headers=self._headers).data
-            )
-            server.model, context = model.id, getattr(model, "max_model_len", None)
-            tokens = [(17 * number + 5) % self.base.vocab_size for number in range(PROBE_TOKENS)]
-            states, next_token = self._request_states(server, tokens)
-        except ConnectionError as error:
-            if self._probe_states is not None:
-                raise
-            remedy = f"{START_SERVER}, and give its address up to /v1"
-            refuse_server("be ready", str(error), remedy)
+        (model, *_) = self._call_server(
+            server, lambda: server.client.models.list(extra_headers=self._headers).data
+        )
+        server.model, context = model.id, getattr(model, "max_model_len", None)
+        tokens = [(17 * number + 5) % self.base.vocab_size for number in range(PROBE_TOKENS)]
+        states, next_token = self._request_states(server, tokens)
         if context is not None and context < self.max_row_tokens:
             refuse_server(
                 f"read {self.max_row_tokens} tokens, the longest row",

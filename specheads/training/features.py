@@ -33,8 +33,6 @@ FETCHED_BATCHES = 2
 class FeatureSource(ABC):
     """Gives the features of batches, without gradients."""
 
-    waited_seconds: float = -1.0
-    """Time spent waiting for features; negative if they are computed here."""
     can_fail: bool = False
     """Whether features may be lost in the middle of a run, as those of servers."""
     halted: Callable[[], bool] = staticmethod(lambda: False)
@@ -55,6 +53,10 @@ class FeatureSource(ABC):
     def drop(self) -> None:
         """Forget what was fetched ahead."""
         return
+
+    def ledger(self) -> dict[str, float]:
+        """Return what was used since the start, by name; empty if features are computed here."""
+        return {}
 
     def close(self) -> None:
         """Release what the source uses outside this process."""

@@ -105,7 +105,7 @@ class PhaseLog:
         """Start a new row; the time since the last step does not count."""
         self.sums: dict[str, Tensor] = {}
         self.num_steps, self.tokens, self.wait_seconds = 0, 0, 0.0
-        self.source_wait_seconds = self.teacher.source.waited_seconds
+        self.ledger = self.teacher.source.ledger()
         self.row_start_seconds, self.clock = self.state.seconds, time.perf_counter()
 
     def _add_seconds(self) -> None:
@@ -126,9 +126,11 @@ class PhaseLog:
         row["tokens_per_second"] = self.tokens / seconds
         row["hours"] = state.seconds / 3600
         row["data_wait_share"] = min(self.wait_seconds / seconds, 1.0)
-        if (wait_seconds := self.teacher.source.waited_seconds) >= 0:
-            wait_share = (wait_seconds - self.source_wait_seconds) / seconds
-            row["features_wait_share"] = min(wait_share, 1.0)
+        for name, value in self.teacher.source.ledger().items():
+            # all but the pool are sums
+            row[f"features_{name}"] = (
+                value if name == "pool_gb" else (value - self.ledger[name]) / seconds
+            )
         row["peak_gib"] = peak_gib(self.teacher.base.device)
         if self.full_speed_seconds:
             row["mfu"] = self.full_speed_seconds * self.num_steps / seconds

@@ -9,7 +9,7 @@ import shutil
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,12 @@ from specheads.core.files import nearest_existing, writable_folder
 START_SERVER = "start it with the command that `specheads serve-features` prints for this head"
 STAGING_BYTES = 64 << 20
 """Buffer of Mooncake's client, next to those of hs-connectors' threads."""
+POLL_SECONDS = 1.0
+"""Longest wait for a key before asking whether its server is lost."""
 CONNECT_SECONDS = 5.0
 """Longest wait for the answer of a master; the engine would wait for 90."""
+
+Check = Callable[[], bool]
 
 
 class Transport(ABC):
@@ -37,12 +41,13 @@ class Transport(ABC):
     key: str
     """Key that a server's reply has only for this transport."""
 
-    def __init__(self, settings: FeatureSettings) -> None:
-        self.timeout_seconds = settings.timeout_seconds
+    timeout_seconds: float
 
     @abstractmethod
-    def receive(self, parameters: Any, address: str) -> dict[str, Tensor]:
+    def receive(self, parameters: Any, address: str, is_lost: Check) -> dict[str, Tensor]:
         """Return the tensors to which a server's reply refers, and remove them from their place.
+
+        While they are not there, it asks whether the server is lost.
 
         Raises:
             ConnectionError: They are late, incomplete or lost; a new request may help.
@@ -89,8 +94,10 @@ class SharedFolder(Transport):
     key = "hidden_states_path"
 
     def __init__(self, settings: FeatureSettings, row_tokens: int, row_bytes: int) -> None:
-        super().__init__(settings)
-        self.folder = writable_folder(settings.folder)
+        self.folder, self.timeout_seconds = (
+            writable_folder(settings.folder),
+            settings.timeout_seconds,
+        )
         if row_bytes > (free_bytes := shutil.disk_usage(nearest_existing(self.folder)).free):
             raise InputError(
                 f"features.folder must have space for a row of {row_tokens} tokens, "
@@ -98,8 +105,9 @@ class SharedFolder(Transport):
                 "name another folder, or give a container a larger /dev/shm (docker --shm-size)"
             )
 
-    def receive(self, parameters: Any, address: str) -> dict[str, Tensor]:
-        """Return the content of a file as soon as its lock is free."""
+    def receive(self, parameters: Any, address: str, is_lost: Check) -> dict[str, Tensor]:
+        """Return the content of a file as soon as its lock is free, as when its server is lost."""
+        del is_lost
         file = self.folder / Path(parameters[self.key]).name
         deadline = time.monotonic() + self.timeout_seconds
         try:
@@ -175,8 +183,8 @@ class MooncakeStore(Transport):
     key = "layer_ids"
 
     def __init__(self, settings: FeatureSettings) -> None:
-        super().__init__(settings)
-        self.master, local_address = settings.master, address_towards(settings.master)
+        self.master, self.timeout_seconds = settings.master, settings.timeout_seconds
+        local_address = address_towards(settings.master)
         try:
             import hs_connectors.mooncake_store as store  # pyright: ignore[reportMissingImports]
 
@@ -200,15 +208,21 @@ class MooncakeStore(Transport):
                 "libnuma1"
             ) from error
 
-    def receive(self, parameters: Any, address: str) -> dict[str, Tensor]:
+    def receive(self, parameters: Any, address: str, is_lost: Check) -> dict[str, Tensor]:
         """Return the content of a key, and delete it."""
         if (version := parameters.get("version")) != self.version:
             raise InputError(
                 f"a server must send manifests of version {self.version}, but {address} sends "
                 f"{version}; install the same hs-connectors there and here"
             )
+        deadline, tensors = time.monotonic() + self.timeout_seconds, None
         try:
-            tensors = self.store.get_sample(parameters, timeout=self.timeout_seconds)
+            while tensors is None:
+                try:
+                    tensors = self.store.get_sample(parameters, timeout=POLL_SECONDS)
+                except TimeoutError:
+                    if time.monotonic() > deadline or is_lost():
+                        raise
             self.store.delete_sample(parameters["handle"])
         except (RuntimeError, TimeoutError) as error:
             raise ConnectionError(

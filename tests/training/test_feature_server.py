@@ -1,6 +1,7 @@
 """Features from servers: the losses of a local base, refusals at the start, and failing servers."""
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -21,7 +22,7 @@ from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for_base
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from specheads.training import log
+from specheads.training import feature_server, log
 from specheads.training.feature_server import VllmServer
 from specheads.training.features import FeatureSource, server_layers
 from specheads.training.log import ValidationSet, validate
@@ -118,7 +119,9 @@ def test_losses_equal_those_of_a_local_base(kind: str, bases: Any, tmp_path: Pat
             if name.startswith(("loss", "validation/loss", "accept")):
                 assert remote[name] == pytest.approx(local[name], rel=1e-4, abs=1e-7), name
         assert 0 <= remote["features_wait_share"] <= 1
-        assert "features_wait_share" not in local
+        assert not any(name.startswith("features_") for name in local)
+        for name in ("read_share", "gb_per_second", "pool_gb"):
+            assert remote[f"features_{name}"] > 0
     assert not list(server.folder.iterdir())
     # no request has the padding, or the token after which nothing is predicted
     assert max(map(len, server.requests[1:])) == 21
@@ -279,6 +282,35 @@ def test_requests_are_spread_and_go_to_the_server_that_is_left(
         head = trained(tmp_path / "run", bases[1], features)
     assert 5 < len(leaving.requests) < 36
     assert len(server.requests) > 2
+    assert_plain(plain, head, server)
+
+
+def test_server_that_joins_later_replaces_the_one_that_leaves(
+    server: Any, bases: Any, plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(feature_server, "LONGEST_PAUSE_SECONDS", 0.05)
+    joining = StatesServer(bases[0], server.folder, [0, 3])
+    joining.stop()
+    joined, lines = list[bool](), list[str]()
+    answer, urls = server.answer, [joining.url, server.url]
+
+    def answer_until_joined(handler: Any, body: Any) -> None:
+        if len(server.requests) >= 5 and not joined:
+            joined.append(True)
+            joining.start()
+        if len(joining.requests) >= 3:
+            Timer(0, server.stop).start()
+        answer(handler, body)
+
+    with closing(source(server, bases[1], announce=lines.append, url=urls)) as features:
+        assert len(lines) == 1
+        assert re.fullmatch(rf"{joining.url} failed \(.+\); it is used as soon as .*", lines[0])
+        server.answer = answer_until_joined
+        head = trained(tmp_path / "run", bases[1], features)
+    assert f"{joining.url} answers again" in lines
+    assert len(joining.requests) > 10
+    assert 5 < len(server.requests) < 36
+    joining.stop()
     assert_plain(plain, head, server)
 
 

@@ -100,10 +100,10 @@ def test_losses_equal_those_of_a_local_base(kind: str, transport: str, tmp_path:
     seconds = [cpu_seconds() - began]
     words = [*RECIPE, *head, *way]
     with features_server(BASE, folder, tmp_path / "log", *words) as (address, server):
-        began = cpu_seconds(server)
+        began, trainings = cpu_seconds(server), cpu_seconds()
         at_server = ["features=vllm", f"features.url=[{address}]", *way]
         remote = rows(tmp_path / "vllm", training(tmp_path / "vllm", *head, *at_server))
-        seconds.append(cpu_seconds(server) - began)
+        seconds += [cpu_seconds(server) - began, cpu_seconds() - trainings]
         if kind == "eagle3":
             # the server has the layers of another head
             wrong = training(tmp_path / "wrong", *HEADS["redrafter"], *at_server)
@@ -122,8 +122,9 @@ def test_losses_equal_those_of_a_local_base(kind: str, transport: str, tmp_path:
     with capsys.disabled():
         figures: dict[str, Any] = {"kind": kind, "transport": transport}
         figures["largest relative difference of a loss"] = largest
-        figures["CPU seconds of trainer and server"] = seconds
-        for name in ("peak_gib", "tokens_per_second", "features_wait_share"):
+        figures["CPU seconds: local, trainer and server, trainer"] = seconds
+        ledger = [name for name in remote[-1] if name.startswith("features_")]
+        for name in ("peak_gib", "tokens_per_second", *ledger):
             figures[name] = [metrics[-1].get(name) for metrics in (local, remote)]
         print(figures)  # noqa: T201
     assert largest < 1e-4

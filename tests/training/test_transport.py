@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,10 @@ from specheads.training.transport import MooncakeStore, open_transport
 from tests.servers import free_port
 
 MANIFEST = {"handle": "cmpl-run-0-1", "version": 1, "layer_ids": [0, 6]}
+
+
+def never() -> bool:
+    return False
 
 
 def settings(port: int, **changes: Any) -> FeatureSettings:
@@ -80,13 +85,13 @@ class Failing(MooncakeStore):
 def test_fault_that_may_pass_is_one_line(error: Exception):
     line = r"the states of a are not in its memory of features\.max_gib, which may be full \(.+\)$"
     with pytest.raises(ConnectionError, match=line) as failed:
-        Failing(error).receive(MANIFEST, "a")
+        Failing(error).receive(MANIFEST, "a", lambda: True)
     assert "\n" not in str(failed.value)
 
 
 def test_manifest_of_another_version_is_refused():
     with pytest.raises(InputError, match="version 1, but a sends 2; install the same hs-connect"):
-        Failing().receive(MANIFEST | {"version": 2}, "a")
+        Failing().receive(MANIFEST | {"version": 2}, "a", lambda: True)
 
 
 @contextmanager
@@ -129,19 +134,28 @@ class Server:
 
     def put(self, handle: str, states: torch.Tensor) -> dict[str, Any]:
         tensors = {"hidden_states": states, "token_ids": torch.arange(len(states))}
+        manifest = self.manifest(handle, tensors, [0, 6])
+        self.put_tensors(manifest, tensors)
+        return manifest
+
+    def manifest(
+        self, handle: str, tensors: dict[str, torch.Tensor], layers: list[int]
+    ) -> dict[str, Any]:
         shapes = {name: (list(value.shape), value.dtype) for name, value in tensors.items()}
         layout, size = self.module.packed_layout(shapes)
-        manifest = {
+        return {
             "handle": handle, "version": self.module.VERSION, "tensors": layout,
-            "metadata": {"total_aligned_bytes": size}, "layer_ids": [0, 6],
+            "metadata": {"total_aligned_bytes": size}, "layer_ids": layers,
         }  # fmt: skip
+
+    def put_tensors(self, manifest: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Put tensors, or the fact that this failed, as hs-connectors' connector does."""
         try:
             self.store.put_sample(manifest, tensors)
         except RuntimeError as error:
             # a full store may refuse this, too
             with suppress(RuntimeError):
                 self.store.put_error(manifest, str(error))
-        return manifest
 
 
 @pytest.mark.vllm
@@ -150,7 +164,7 @@ def test_real_store_gives_states_once_and_loses_those_of_abandoned_requests(tmp_
     with mooncake_master(port, tmp_path / "log"):
         server = Server(port, 40 * 2**20)
         with closing(open_transport(settings(port), 10, 10)) as trainer:
-            tensors = trainer.receive(server.put("cmpl-run-0-0a1-0-x", states), "a")
+            tensors = trainer.receive(server.put("cmpl-run-0-0a1-0-x", states), "a", never)
             assert torch.equal(tensors["hidden_states"], states)
             assert tensors["token_ids"].tolist() == list(range(1000))
             assert tensors["layer_ids"].tolist() == [0, 6]
@@ -167,10 +181,23 @@ def received_again(trainer: Any, server: Server, states: torch.Tensor) -> dict[s
     """Return states that come through a store as soon as its clients are back."""
     for number in range(60):
         try:
-            return trainer.receive(server.put(f"cmpl-run-1-{number}-0-x", states), "a")
+            return trainer.receive(server.put(f"cmpl-run-1-{number}-0-x", states), "a", never)
         except (ConnectionError, RuntimeError):
             time.sleep(0.5)
     raise AssertionError
+
+
+@pytest.mark.vllm
+def test_wait_for_a_key_ends_when_the_server_is_lost(tmp_path: Path):
+    port, asked = free_port(), list[bool]()
+    with mooncake_master(port, tmp_path / "log"):
+        server = Server(port, 40 * 2**20)
+        patient = replace(settings(port), timeout_seconds=1000.0)
+        with closing(open_transport(patient, 10, 10)) as trainer:
+            manifest = server.manifest("cmpl-run-0-1", {"token_ids": torch.arange(3)}, [0, 6])
+            with pytest.raises(ConnectionError, match=r"may be full \(Timed out"):
+                trainer.receive(manifest, "a", lambda: bool(asked.append(True)) or len(asked) > 1)
+    assert len(asked) == 2
 
 
 @pytest.mark.vllm
@@ -184,7 +211,7 @@ def test_full_store_evicted_states_and_a_lost_master_are_told(tmp_path: Path):
             lines = list[str]()
             for manifest in manifests:
                 try:
-                    trainer.receive(manifest, "a")
+                    trainer.receive(manifest, "a", never)
                 except ConnectionError as error:
                     lines.append(str(error))
             assert 0 < len(lines) < len(manifests)
@@ -193,7 +220,7 @@ def test_full_store_evicted_states_and_a_lost_master_are_told(tmp_path: Path):
             master.kill()
             master.wait()
             with pytest.raises(ConnectionError, match="status=-900"):
-                trainer.receive(manifest, "a")
+                trainer.receive(manifest, "a", never)
             line = f"no mooncake_master answers at features.master=127.0.0.1:{port}"
             assert trainer.failure() == line
             with mooncake_master(port, tmp_path / "log"):
