@@ -251,8 +251,9 @@ class VllmServer(FeatureSource):
         start, number = time.monotonic(), next(self._request_numbers)
         patience = self.settings.patience_seconds
         for attempt in count():
-            usable = [one for one in self._servers if one.next_check < time.monotonic()]
-            usable = usable or self._servers
+            now = time.monotonic()
+            servers = [state for state in self._servers if state.next_check < now]
+            usable = servers or self._servers
             server = usable[(number + attempt) % len(usable)]
             num_faults = server.num_faults
             try:

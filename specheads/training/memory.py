@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -415,15 +416,16 @@ class FusedKernels(TorchFunctionMode):
 
     def __enter__(self) -> "FusedKernels":
         """Begin."""
-        self.is_exporting = hub_kernels.is_torchdynamo_exporting
         # the wrappers of kernels run transformers' own code when a model is exported
-        hub_kernels.is_torchdynamo_exporting = lambda: True
+        name = "is_torchdynamo_exporting"
+        self.exporting = patch.object(hub_kernels, name, lambda: True, create=True)
+        self.exporting.start()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         """End."""
-        hub_kernels.is_torchdynamo_exporting = self.is_exporting
+        self.exporting.stop()
         super().__exit__(*error)
 
     def __torch_function__(

@@ -94,10 +94,8 @@ class SharedFolder(Transport):
     key = "hidden_states_path"
 
     def __init__(self, settings: FeatureSettings, row_tokens: int, row_bytes: int) -> None:
-        self.folder, self.timeout_seconds = (
-            writable_folder(settings.folder),
-            settings.timeout_seconds,
-        )
+        self.folder = writable_folder(settings.folder)
+        self.timeout_seconds = settings.timeout_seconds
         if row_bytes > (free_bytes := shutil.disk_usage(nearest_existing(self.folder)).free):
             raise InputError(
                 f"features.folder must have space for a row of {row_tokens} tokens, "

@@ -307,7 +307,7 @@ def test_server_that_joins_later_replaces_the_one_that_leaves(
         assert re.fullmatch(rf"{joining.url} failed \(.+\); it is used as soon as .*", lines[0])
         server.answer = answer_until_joined
         head = trained(tmp_path / "run", bases[1], features)
-    assert f"{joining.url} answers again" in lines
+    assert f"{joining.url} answers" in lines
     assert len(joining.requests) > 10
     assert 5 < len(server.requests) < 36
     joining.stop()

@@ -141,7 +141,7 @@ class Server:
     def manifest(
         self, handle: str, tensors: dict[str, torch.Tensor], layers: list[int]
     ) -> dict[str, Any]:
-        shapes = {name: (list(value.shape), value.dtype) for name, value in tensors.items()}
+        shapes = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
         layout, size = self.module.packed_layout(shapes)
         return {
             "handle": handle, "version": self.module.VERSION, "tensors": layout,
