@@ -102,7 +102,8 @@ def tune_vllm(settings: Tune) -> ServingCost:
     if head.tuned is None or not head.tuned.acceptance.curves:
         raise InputError(
             f"engine=vllm needs a calibrated head, and {folder / FILE} has no calibration; run "
-            "specheads tune on the head, and export it again"
+            "specheads tune on the head, with more num_prompts= or after more training if that did "
+            "not calibrate it, and export it again"
         )
     config = load_config(load_path(base.model), revision=base.revision)
     longest = config.get_text_config().max_position_embeddings - ROOM
