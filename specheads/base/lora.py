@@ -177,16 +177,22 @@ def targets(model: PreTrainedModel, requested: Sequence[str] = ()) -> list[str]:
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear | Conv1D) and layer is not tied
     ]
-    paths = [f".{name}" for name in linear_layers]
-    ends = {name: f".{name}" for name in requested}
-    names = [path[1:] for path in paths if not ends or path.endswith(tuple(ends.values()))]
-    unmatched = [name for name, end in ends.items() if not any(p.endswith(end) for p in paths)]
+    names = [
+        name
+        for name in linear_layers
+        if not requested or any(_has_suffix(name, suffix) for suffix in requested)
+    ]
+    unmatched = [
+        suffix
+        for suffix in requested
+        if not any(_has_suffix(name, suffix) for name in linear_layers)
+    ]
     if unmatched or not names:
-        present = ", ".join(sorted({name.rpartition(".")[2] for name in linear_layers})) or "none"
+        ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear_layers})) or "none"
         raise InputError(
             "joint.target_modules must name linear layers of the base (a vocabulary projection "
             f"tied to the embedding is none), got "
-            f"{unmatched[0] if unmatched else 'a base without'!r}; it has {present}"
+            f"{unmatched[0] if unmatched else 'a base without'!r}; it has {ends}"
         )
     return names
 
@@ -198,6 +204,10 @@ def _quiet() -> Iterator[None]:
         old = "`is_gradient_checkpointing` is deprecated|fan_in_fan_out is set"
         warnings.filterwarnings("ignore", message=old)
         yield
+
+
+def _has_suffix(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
 
 
 def adapts(layer: nn.Module) -> bool:

@@ -86,8 +86,9 @@ def show_examples(settings: Train) -> None:
 def show_prompts(settings: Train, tokenizer: PreTrainedTokenizerBase) -> None:
     """Print prompts that the base will continue, in its chat template."""
     length = distill_settings(settings.schedule).prompt_tokens
-    limits = length, settings.preview, settings.seed
-    prompts = held_out_prompts(settings.data, "train", tokenizer, *limits)
+    prompts = held_out_prompts(
+        settings.data, "train", tokenizer, length, settings.preview, settings.seed
+    )
     rows = [(prompt.tokens, [False] * len(prompt.tokens)) for prompt in prompts]
     title = "the base continues prompts such as these; the head learns its text"
     _show(tokenizer, title, _corpus_report(settings), rows)

@@ -146,10 +146,15 @@ def evaluation_prompts(
     """Return the prompts of an evaluation; raise for one that would fail later."""
     evaluation = settings.evaluation
     fixed_policy(settings.tree, head_depth)
-    tokenizer = base.tokenizer_for("an evaluation")
-    names = "num_prompts", "prompt_tokens", "all_turns", "thinking"
-    options = {name: getattr(evaluation, name) for name in names}
-    prompts = load_prompts(evaluation.prompts, tokenizer, **options, corpus=settings.data)
+    prompts = load_prompts(
+        evaluation.prompts,
+        base.tokenizer_for("an evaluation"),
+        num_prompts=evaluation.num_prompts,
+        prompt_tokens=evaluation.prompt_tokens,
+        all_turns=evaluation.all_turns,
+        thinking=evaluation.thinking,
+        corpus=settings.data,
+    )
     room = base.max_length - evaluation.max_new_tokens
     return drop_long_prompts(prompts, room, evaluation.too_long)
 
@@ -202,5 +207,12 @@ def choose_policy(
     """Return the tree of the settings, and the measurements that chose it, if there are any."""
     if (tree := fixed_policy(settings.tree, head.depth)) is not None:
         return tree, None
-    sizes = {name: getattr(settings.evaluation, name) for name in ("prompt_tokens", "num_prompts")}
-    return choose_tree(base, head, settings.data, generation, prompts, **sizes)
+    return choose_tree(
+        base,
+        head,
+        settings.data,
+        generation,
+        prompts,
+        prompt_tokens=settings.evaluation.prompt_tokens,
+        num_prompts=settings.evaluation.num_prompts,
+    )

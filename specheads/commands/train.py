@@ -207,7 +207,6 @@ def _train(
             # a launcher may start fewer processes than requested without a message
             num_processes = accelerator.num_processes
             announce(f"training with {num_processes} process{'es' if num_processes > 1 else ''}")
-        names = "seed", "log_every", "checkpoint_every"
         trainer.train(
             base,
             head,
@@ -216,7 +215,9 @@ def _train(
             run_directory,
             tracker,
             accelerator,
-            **{name: getattr(settings, name) for name in names},
+            seed=seed,
+            log_every=settings.log_every,
+            checkpoint_every=settings.checkpoint_every,
             held_out=validation_set,
             source=source,
         )

@@ -196,14 +196,15 @@ def _similar(command: str, overrides: Sequence[str], name: str) -> list[str]:
     groups = {"recipe", *(path.name for path in data_dir("configs").iterdir() if path.is_dir())}
     choices = [override for override in overrides if override.partition("=")[0] in groups]
     try:
-        composed = hydra.compose(command, expand_overrides(command, choices))
-        names_of_groups = OmegaConf.to_container(composed)
+        composed = OmegaConf.to_container(
+            hydra.compose(command, expand_overrides(command, choices))
+        )
     # a choice that Hydra refuses
     except Exception:
         return []
     short_names = {full: short for short, full in SHORT.get(command, {}).items()}
     names: dict[str, list[str]] = {}
-    for full in _names(names_of_groups):
+    for full in _names(composed):
         names.setdefault(full.rpartition(".")[2], []).append(short_names.get(full, full))
     group, _, last = name.lstrip("-").replace("-", "_").rpartition(".")
     similar = [names[similar_last] for similar_last in get_close_matches(last, names, cutoff=0.75)]

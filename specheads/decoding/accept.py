@@ -91,9 +91,12 @@ def walk_nodes(
         children = next_start + index[:, None] * width + torch.arange(width, device=rows.device)
         # all children of a node may be absent, or none
         is_tested = is_running & (tree.parents[rows, children[:, 0]] >= 0)
-        draft = tree.branch_sampling.probs[rows, level_start + index]
-        siblings = tree.tokens.gather(1, children), coins.gather(1, children)
-        rank, remainder = _first_accepted(*siblings, probs, draft)
+        rank, remainder = _first_accepted(
+            tree.tokens.gather(1, children),
+            coins.gather(1, children),
+            probs,
+            tree.branch_sampling.probs[rows, level_start + index],
+        )
         is_running = is_tested & (rank >= 0)
         # finished rows continue with node 0 of each level; the result is not read
         index = torch.where(is_running, index * width + rank, 0)

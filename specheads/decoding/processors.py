@@ -125,8 +125,11 @@ def build_processors(
     if settings.bad_words:
         out.append(NoBadWordsLogitsProcessor([list(word) for word in settings.bad_words]))
     if settings.min_new_tokens and eos_ids:
-        lengths = prompt_length, settings.min_new_tokens
-        out.append(MinNewTokensLengthLogitsProcessor(*lengths, list(eos_ids), device_name))
+        out.append(
+            MinNewTokensLengthLogitsProcessor(
+                prompt_length, settings.min_new_tokens, list(eos_ids), device_name
+            )
+        )
     if settings.prefix_allowed_tokens_fn is not None:
         out.append(AllowedTokens(settings.prefix_allowed_tokens_fn, eos_ids))
     return out

@@ -103,9 +103,14 @@ class Sampling:
     @property
     def has_processors(self) -> bool:
         """Whether scores depend on the whole text by more than a repetition penalty."""
-        penalty = self.presence_penalty or self.frequency_penalty
-        has_words = self.logit_bias or self.bad_words or self.prefix_allowed_tokens_fn
-        return bool(penalty or has_words or self.min_new_tokens)
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.bad_words
+            or self.min_new_tokens
+            or self.prefix_allowed_tokens_fn
+        )
 
     def of_prompt(self, index: int) -> "Sampling":
         """Return these settings with the seed of the `index`-th prompt."""

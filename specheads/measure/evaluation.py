@@ -200,10 +200,12 @@ def evaluation_settings(
     is_static = isinstance(head_tree, policies.Static)
     # an evaluation samples without the processors of a request
     names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"
-    conditions = "max_new_tokens", "batch_size", "acceptance", "coupled"
     return results.EvaluationSettings(
         **{name: getattr(sampling, name) for name in names},
-        **{name: getattr(generation, name) for name in conditions},
+        max_new_tokens=generation.max_new_tokens,
+        batch_size=generation.batch_size,
+        acceptance=generation.acceptance,
+        coupled=generation.coupled,
         lossless=sampling.temperature == 0 or generation.acceptance not in LOSSY,
         tree=tree.name,
         num_nodes=tree.num_nodes,

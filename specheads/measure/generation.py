@@ -81,11 +81,19 @@ def decode_batch(
     ledger: StepLedger = NO_LEDGER,
 ) -> Decoding:
     """Call `generate` under these conditions."""
-    names = "max_new_tokens", "acceptance", "stop_at_eos", "coupled", "memory"
-    options = {name: getattr(generation, name) for name in names}
-    sampling = generation.sampling if sampling is None else sampling
-    tree = generation.tree_of(drafter)
-    return generate(base, drafter, prompts, sampling=sampling, tree=tree, ledger=ledger, **options)
+    return generate(
+        base,
+        drafter,
+        prompts,
+        max_new_tokens=generation.max_new_tokens,
+        sampling=generation.sampling if sampling is None else sampling,
+        tree=generation.tree_of(drafter),
+        acceptance=generation.acceptance,
+        stop_at_eos=generation.stop_at_eos,
+        coupled=generation.coupled,
+        ledger=ledger,
+        memory=generation.memory,
+    )
 
 
 @dataclass(frozen=True, slots=True)

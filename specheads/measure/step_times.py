@@ -182,8 +182,16 @@ def fit_server_cost(steps: Sequence[Sequence[Any]]) -> tuple[StepCost, CostError
     times = []
     for (batch, _, depth), rows in groups.items():
         context, verify, draft = (trimmed_mean(column) for column in zip(*rows, strict=True))
-        work: Any = {"batch": batch, "context": context, "nodes": 1 + depth, "depth": depth}
-        times.append(StepTime(**work, verify=verify, draft=draft))
+        times.append(
+            StepTime(
+                batch=batch,
+                context=context,
+                nodes=1 + depth,
+                depth=depth,
+                verify=verify,
+                draft=draft,
+            )
+        )
     return fit_cost(times)
 
 

@@ -32,9 +32,14 @@ class JointTraining:
                 f"{base.config.model_type!r} keep states; train the head alone"
             )
         self.base, self._original_projection = base, base.projection
-        names = "rank", "alpha", "dropout", "target_modules"
-        options = {name: getattr(settings, name) for name in names}
-        self.adapter = Adapter(base.model, **options, seed=seed)
+        self.adapter = Adapter(
+            base.model,
+            rank=settings.rank,
+            alpha=settings.alpha,
+            dropout=settings.dropout,
+            target_modules=settings.target_modules,
+            seed=seed,
+        )
 
     def read(
         self,

@@ -259,8 +259,13 @@ class Validator:
         if score > self.best_score:
             self.best_score = score
             if self.runner.accelerator.is_main_process:
-                about = {"step": state.step, "phase": phase.name, "tokens": state.tokens}
-                content = {**about, "tokens_per_forward": score, "prompts": rows.identity}
+                content = {
+                    "step": state.step,
+                    "phase": phase.name,
+                    "tokens": state.tokens,
+                    "tokens_per_forward": score,
+                    "prompts": rows.identity,
+                }
                 joint = teacher.joint
                 self.run.keep_best(teacher.head, joint and joint.adapter, content)
         return metrics | {SCORE: score}

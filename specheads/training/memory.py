@@ -147,11 +147,12 @@ class MetaTraining:
         """Bytes of the saved head."""
         self.server_layers = server_layers(self.head, self.base)
         """Layers that a server gives."""
-        width, num_states = self.base.width, 1 + len(self.head.aux_layers)
-        self.feature_bytes_per_token = num_states * width * dtype.itemsize
-        if self.is_served:
-            dtype = server_dtype(settings.base.dtype)
-            self.feature_bytes_per_token = server_token_bytes(self.server_layers, width, dtype)
+        width = self.base.width
+        self.feature_bytes_per_token = (
+            server_token_bytes(self.server_layers, width, server_dtype(settings.base.dtype))
+            if self.is_served
+            else (1 + len(self.head.aux_layers)) * width * dtype.itemsize
+        )
         """Bytes of a token's features in a cache, or in a server's file."""
 
     def fixed_memory(self) -> StageMemory:

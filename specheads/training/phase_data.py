@@ -283,8 +283,14 @@ class PhaseData:
 
     def _validation_prompts(self, settings: ValidationSettings) -> tuple[list[list[int]], str]:
         """Return this process's share of the held-out prompts, and the identity of all prompts."""
-        limits = settings.prompt_tokens, settings.prompts, self.seed
-        prompts = held_out_prompts(self.data, "validation", self.tokenizer, *limits)
+        prompts = held_out_prompts(
+            self.data,
+            "validation",
+            self.tokenizer,
+            settings.prompt_tokens,
+            settings.prompts,
+            self.seed,
+        )
         max_tokens = self.base.max_length - settings.new_tokens
         prompts = [prompt for prompt in prompts if len(prompt.tokens) <= max_tokens]
         identity = f"{PromptSet.of('validation', prompts).version}-{settings.new_tokens}"

@@ -165,10 +165,13 @@ class TunedTree:
     @classmethod
     def of(cls, policy: policies.TreePolicy, timed: TimedTree) -> "TunedTree":
         """Return a policy as tuned.json stores it, with the measurements of its decoding."""
-        tree, names = remove_lookup(policy), ("batch", "context", "tokens_per_forward", "interval")
+        tree = remove_lookup(policy)
         tuned = cls(
-            **{name: getattr(timed, name) for name in names},
+            batch=timed.batch,
+            context=timed.context,
+            tokens_per_forward=timed.tokens_per_forward,
             predicted_speedup=timed.speedup,
+            interval=timed.interval,
             kind="static" if tree.depth else "none",
             num_nodes=tree.num_nodes,
             depth=tree.depth,

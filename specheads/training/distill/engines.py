@@ -200,11 +200,14 @@ def _vllm_answers(
         while True:
             while len(waiting) < max_requests and (request := next_request()) is not None:
                 # all parameters, because vLLM takes defaults from the model
-                names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
                 parameters = vllm.SamplingParams(
                     n=1,
                     max_tokens=request.new_tokens,
-                    **{name: getattr(request.sampling, name) for name in names},
+                    temperature=request.sampling.temperature,
+                    top_k=request.sampling.top_k,
+                    top_p=request.sampling.top_p,
+                    min_p=request.sampling.min_p,
+                    repetition_penalty=request.sampling.repetition_penalty,
                     # a seed creates a generator per request, which greedy decoding does not need
                     seed=request.sampling.seed if request.sampling.temperature else None,
                     stop_token_ids=end_ids,
