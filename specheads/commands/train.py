@@ -184,10 +184,7 @@ def _train(
             stages = phase_data.write_text("vllm")
             base, phase_data = load(text=False)
             phase_data.stages = stages
-        head = resume_head(settings.init, base, settings.head["kind"]) if settings.init else None
-        is_reduced = head.draft_ids is not None if head else settings.head.get("draft_tokens")
-        counts = phase_data.count_tokens(lambda: on_all_processes(open_run)) if is_reduced else None
-        head = build_for_base(settings.head, base, counts) if head is None else head
+        head, counts = _make_head(settings, base, phase_data, lambda: on_all_processes(open_run))
         phase_data.head = head
         source = resources.enter_context(closing(_feature_source(settings, base, head, announce)))
         validation_set = phase_data.validation_set(settings.validation)
@@ -224,6 +221,16 @@ def _train(
         if is_main:
             run_directory.end(head, is_best=settings.validation.keep == "best")
     return head, base
+
+
+def _make_head(
+    settings: Train, base: BaseEnds, phase_data: PhaseData, open_run: Callable[[], object]
+) -> tuple[Head, Tensor | None]:
+    """Return a new head or that of `init`, and the token counts that a draft vocabulary needs."""
+    head = resume_head(settings.init, base, settings.head["kind"]) if settings.init else None
+    is_reduced = head.draft_ids is not None if head else settings.head.get("draft_tokens")
+    counts = phase_data.count_tokens(open_run) if is_reduced else None
+    return build_for_base(settings.head, base, counts) if head is None else head, counts
 
 
 def _draft_vocabulary(head: Head, counts: Tensor | None, announce: Announce) -> dict[str, Any]:

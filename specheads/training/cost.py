@@ -10,7 +10,7 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.config.commands import Train
 from specheads.training.memory import MetaTraining, weights_bytes
-from specheads.training.plan import disk_use, plan_server
+from specheads.training.plan import ServerPlan, disk_use, largest_folder, plan_server
 from specheads.training.schedule import ScheduledPhase, row_tokens, schedule_phases, text_tokens
 
 SHARE = 0.41
@@ -140,16 +140,21 @@ def cost_lines(settings: Train, count: int) -> Sequence[str]:
     if settings.features.source != "vllm":
         return [f"{count} x {gpu.name}: {model.cost(gpu, count)}" for gpu in GPUS]
     trainers = CostModel(settings, "vllm")
-    return [f"{count} x {gpu.name}: {_served_cost(model, trainers, gpu, count)}" for gpu in GPUS]
+    server = plan_server(trainers.training, 1)
+    return [
+        f"{count} x {gpu.name}: {_served_cost(model, trainers, server, gpu, count)}" for gpu in GPUS
+    ]
 
 
-def _served_cost(whole: CostModel, trainers: CostModel, gpu: Gpu, count: int) -> str:
+def _served_cost(
+    whole: CostModel, trainers: CostModel, server: ServerPlan, gpu: Gpu, count: int
+) -> str:
     """Return the cost of trainers, and of as many servers on the same GPUs as keep them busy."""
     cost, training = trainers.cost(gpu, count), trainers.training
     room = USABLE * gpu.memory_bytes
     sizes = [
         num_gpus
-        for num_gpus, memory in plan_server(training, 1).memory_by_gpus.items()
+        for num_gpus, memory in server.memory_by_gpus.items()
         if memory.weights_bytes + memory.cache_bytes_of_open_requests <= room
     ]
     if not (cost.way and sizes):
@@ -161,7 +166,7 @@ def _served_cost(whole: CostModel, trainers: CostModel, gpu: Gpu, count: int) ->
     text_hours = whole.cost(gpu, num_servers * sizes[0]).text_hours
     way = f"features=vllm from {num_servers} x {sizes[0]} GPUs"
     rate = cost.tokens_per_second * training.feature_bytes_per_token / 1e9
-    pool = plan_server(training, count, num_servers).folder_bytes / 1e9
+    pool = largest_folder(training, count, num_servers) / 1e9
     place = "store" if training.settings.features.transport == "mooncake" else "folder"
     cost = replace(cost, way=way, text_hours=text_hours)
     return f"{cost}, {rate:.2f} GB/s, {pool:.1f} GB in the {place}"

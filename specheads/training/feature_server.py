@@ -45,6 +45,7 @@ from specheads.training.distill.openai import (
     refuse_server,
 )
 from specheads.training.features import (
+    FeatureLedger,
     FeatureSource,
     features_of,
     server_layers,
@@ -224,15 +225,11 @@ class VllmServer(FeatureSource):
         with self._base_lock:
             return features_of(states, self.layers, self.aux_layers, self.base, batch)
 
-    def ledger(self) -> dict[str, float]:
-        """Return the seconds and bytes of all requests, and the bytes that are asked for now."""
+    def ledger(self) -> FeatureLedger:
+        """Return what all requests took."""
         num_tokens = sum(map(len, list(self._states_by_tokens))) // torch.int64.itemsize
-        return {
-            "wait_share": self._waited_seconds,
-            "read_share": self._read_seconds,
-            "gb_per_second": self._read_bytes / 1e9,
-            "pool_gb": num_tokens * self._token_bytes / 1e9,
-        }
+        pool_bytes = num_tokens * self._token_bytes
+        return FeatureLedger(self._waited_seconds, self._read_seconds, self._read_bytes, pool_bytes)
 
     def close(self) -> None:
         """Stop the requests and remove their states."""
@@ -252,8 +249,7 @@ class VllmServer(FeatureSource):
         patience = self.settings.patience_seconds
         for attempt in count():
             now = time.monotonic()
-            servers = [state for state in self._servers if state.next_check < now]
-            usable = servers or self._servers
+            usable = [state for state in self._servers if state.next_check < now] or self._servers
             server = usable[(number + attempt) % len(usable)]
             num_faults = server.num_faults
             try:
@@ -264,8 +260,9 @@ class VllmServer(FeatureSource):
                 with self._lock:
                     # one line for a fault, also if many requests were open
                     is_new = server.is_checked and server.num_faults == num_faults
-                    server.is_checked &= not is_new
-                    server.num_faults += is_new
+                    if is_new:
+                        server.is_checked = False
+                        server.num_faults += 1
                 if is_new:
                     self.announce(f"{failure}; asking again for up to {patience:g} seconds")
                 is_stopping = self._closing.is_set() or self.halted()

@@ -7,6 +7,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,6 +29,19 @@ from specheads.training.schedule import row_tokens
 
 FETCHED_BATCHES = 2
 """Batches whose features are fetched in advance: one ready, and one in preparation."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureLedger:
+    """What the requests of a source took since its start."""
+
+    waited_seconds: float
+    """Of the training, for features."""
+    read_seconds: float
+    """Of all threads, to read features."""
+    read_bytes: int
+    pool_bytes: int
+    """Size of the features that are asked for and not used yet."""
 
 
 class FeatureSource(ABC):
@@ -54,9 +68,9 @@ class FeatureSource(ABC):
         """Forget what was fetched ahead."""
         return
 
-    def ledger(self) -> dict[str, float]:
-        """Return what was used since the start, by name; empty if features are computed here."""
-        return {}
+    def ledger(self) -> FeatureLedger | None:
+        """Return what its requests took; None if features are computed here."""
+        return None
 
     def close(self) -> None:
         """Release what the source uses outside this process."""

@@ -126,11 +126,14 @@ class PhaseLog:
         row["tokens_per_second"] = self.tokens / seconds
         row["hours"] = state.seconds / 3600
         row["data_wait_share"] = min(self.wait_seconds / seconds, 1.0)
-        for name, value in self.teacher.source.ledger().items():
-            # all but the pool are sums
-            row[f"features_{name}"] = (
-                value if name == "pool_gb" else (value - self.ledger[name]) / seconds
-            )
+        before, now = self.ledger, self.teacher.source.ledger()
+        if before and now:
+            waited_seconds = now.waited_seconds - before.waited_seconds
+            row["features_wait_share"] = min(waited_seconds / seconds, 1.0)
+            row["features_read_share"] = (now.read_seconds - before.read_seconds) / seconds
+            read_gb = (now.read_bytes - before.read_bytes) / 1e9
+            row["features_gb_per_second"] = read_gb / seconds
+            row["features_pool_gb"] = now.pool_bytes / 1e9
         row["peak_gib"] = peak_gib(self.teacher.base.device)
         if self.full_speed_seconds:
             row["mfu"] = self.full_speed_seconds * self.num_steps / seconds

@@ -293,10 +293,8 @@ def disk_use(training: MetaTraining) -> DiskUse:
     )
 
 
-def plan_server(
-    training: MetaTraining, num_processes: int, num_servers: int | None = None
-) -> ServerPlan:
-    """Return what one of some servers, or of those in the settings, needs for all trainers."""
+def plan_server(training: MetaTraining, num_processes: int) -> ServerPlan:
+    """Return what a server needs for `num_processes` trainers."""
     settings, features = training.settings, training.settings.features
     base = meta_base(settings.base, server_dtype(settings.base.dtype))
     num_requests = features.concurrency * num_processes
@@ -315,11 +313,18 @@ def plan_server(
                 cache_bytes_per_token=token_bytes,
                 cache_bytes_of_open_requests=token_bytes * num_requests * row_tokens,
             )
-    num_files = num_requests * (num_servers or len(features.url) or 1)
-    files_bytes = num_files * row_tokens * training.feature_bytes_per_token
     return ServerPlan(
         layers=training.server_layers,
         feature_bytes_per_token=training.feature_bytes_per_token,
-        folder_bytes=min(files_bytes, int(num_processes * features.max_gib * 2**30)),
+        folder_bytes=largest_folder(training, num_processes, len(features.url) or 1),
         memory_by_gpus=memory_by_gpus,
     )
+
+
+def largest_folder(training: MetaTraining, num_processes: int, num_servers: int) -> int:
+    """Return the most bytes of features that servers have written and trainers have not read."""
+    settings, features = training.settings, training.settings.features
+    row_tokens = longest_row(settings.schedule, settings.data, training.base.max_length)
+    num_rows = features.concurrency * num_processes * num_servers
+    files_bytes = num_rows * row_tokens * training.feature_bytes_per_token
+    return min(files_bytes, int(num_processes * features.max_gib * 2**30))

@@ -41,7 +41,8 @@ class Transport(ABC):
     key: str
     """Key that a server's reply has only for this transport."""
 
-    timeout_seconds: float
+    def __init__(self, settings: FeatureSettings) -> None:
+        self.timeout_seconds = settings.timeout_seconds
 
     @abstractmethod
     def receive(self, parameters: Any, address: str, is_lost: Check) -> dict[str, Tensor]:
@@ -94,8 +95,8 @@ class SharedFolder(Transport):
     key = "hidden_states_path"
 
     def __init__(self, settings: FeatureSettings, row_tokens: int, row_bytes: int) -> None:
+        super().__init__(settings)
         self.folder = writable_folder(settings.folder)
-        self.timeout_seconds = settings.timeout_seconds
         if row_bytes > (free_bytes := shutil.disk_usage(nearest_existing(self.folder)).free):
             raise InputError(
                 f"features.folder must have space for a row of {row_tokens} tokens, "
@@ -181,8 +182,8 @@ class MooncakeStore(Transport):
     key = "layer_ids"
 
     def __init__(self, settings: FeatureSettings) -> None:
-        self.master, self.timeout_seconds = settings.master, settings.timeout_seconds
-        local_address = address_towards(settings.master)
+        super().__init__(settings)
+        self.master, local_address = settings.master, address_towards(settings.master)
         try:
             import hs_connectors.mooncake_store as store  # pyright: ignore[reportMissingImports]
 
