@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,30 +82,42 @@ class StatesServer:
         if len(body["prompt"]) + body["max_tokens"] > self.context:
             handler.reply(400, {"error": {"message": "the prompt is too long"}})
             return
-        request = f"cmpl-{handler.headers['X-Request-Id']}-0-0123abcd"
+        states = self.change(features.aux[0].unflatten(-1, (len(self.layers), -1)))
+        tensors = {"hidden_states": states.contiguous(), "token_ids": tokens[0]}
+        reply = partial(self._reply, handler, body, next_token, fault)
+        self.send(f"cmpl-{handler.headers['X-Request-Id']}-0-0123abcd", tensors, reply, fault)
+
+    def send(
+        self,
+        request: str,
+        tensors: dict[str, Tensor],
+        reply: Callable[[dict[str, Any]], None],
+        fault: str,
+    ) -> None:
+        """Reply where the tensors of a request will be, and write them."""
         file = self.folder / f"{request}.safetensors"
         self.folder.mkdir(parents=True, exist_ok=True)
         with Path(f"{file}.lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if fault == "stalled":
                 time.sleep(3)
-            if fault == "dropped":
-                handler.close_connection = True
-            else:
-                self._reply(handler, body, next_token, file)
+            reply({self.place: str(file)})
             time.sleep(0.5 if fault == "late" else 0)
-            states = self.change(features.aux[0].unflatten(-1, (len(self.layers), -1)))
-            content = {"hidden_states": states.contiguous(), "token_ids": tokens[0]}
             if self.layer_ids:
-                content["layer_ids"] = torch.tensor(self.layers)
+                tensors["layer_ids"] = torch.tensor(self.layers)
             if fault == "cut":
                 file.write_bytes(b"\x10")
             elif fault != "absent":
-                save_file(content, file)
+                save_file(tensors, file)
             if fault == "removed":
                 shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _reply(self, handler: Any, body: dict[str, Any], next_token: int, file: Path) -> None:
+    def _reply(
+        self, handler: Any, body: dict[str, Any], next_token: int, fault: str, parameters: Any
+    ) -> None:
+        if fault == "dropped":
+            handler.close_connection = True
+            return
         choice = {
             "index": 0, "text": "", "finish_reason": "length",
             "token_ids": [next_token], "prompt_token_ids": body["prompt"],
@@ -112,9 +125,9 @@ class StatesServer:
         handler.reply(
             200,
             {
-                "id": file.name, "object": "text_completion", "created": 0, "model": self.name,
+                "id": "cmpl", "object": "text_completion", "created": 0, "model": self.name,
                 "choices": [choice],
-                "kv_transfer_params": {self.place: str(file)},
+                "kv_transfer_params": parameters,
             },
         )  # fmt: skip
 

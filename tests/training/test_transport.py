@@ -4,10 +4,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +17,19 @@ import httpx2
 import pytest
 import torch
 
+from specheads.base.ends import ServedBase
+from specheads.base.model import FrozenBase
 from specheads.commands.serve_features import master_command
 from specheads.config.training import FeatureSettings
 from specheads.core.errors import InputError
 from specheads.training import transport
 from specheads.training.transport import MooncakeStore, open_transport
+from tests import tiny
 from tests.servers import free_port
+from tests.training.in_processes import CLEAN
+from tests.training.states_server import StatesServer
+from tests.training.test_feature_server import source, trained
+from tests.training.test_trainer import assert_equal
 
 MANIFEST = {"handle": "cmpl-run-0-1", "version": 1, "layer_ids": [0, 6]}
 
@@ -95,9 +104,9 @@ def test_manifest_of_another_version_is_refused():
 
 
 @contextmanager
-def mooncake_master(port: int, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def mooncake_master(port: int, log: Path, *options: str) -> Iterator["subprocess.Popen[bytes]"]:
     """Run a real master, as `serve-features` starts it."""
-    words = master_command(sys.executable, f"127.0.0.1:{port}")
+    words = [*master_command(sys.executable, f"127.0.0.1:{port}"), *options]
     with log.open("ab") as out:
         process = subprocess.Popen(words, stdout=out, stderr=out)
     try:
@@ -110,10 +119,10 @@ def mooncake_master(port: int, log: Path) -> Iterator["subprocess.Popen[bytes]"]
         process.wait()
 
 
-def num_keys(port: int) -> int:
-    """Return the number of keys in the store of a master."""
+def num_keys(port: int, metric: str = "master_key_count") -> int:
+    """Return the number of keys in the store of a master, or another number that it knows."""
     metrics = httpx2.get(f"http://127.0.0.1:{port + 1}/metrics", trust_env=False).text
-    (line,) = [line for line in metrics.splitlines() if line.startswith("master_key_count ")]
+    (line,) = [line for line in metrics.splitlines() if line.startswith(f"{metric} ")]
     return int(line.split()[1])
 
 
@@ -227,3 +236,92 @@ def test_full_store_evicted_states_and_a_lost_master_are_told(tmp_path: Path):
                 assert not trainer.failure()
                 received = received_again(trainer, server, states)
                 assert torch.equal(received["hidden_states"], states)
+
+
+class StoreServer(StatesServer):
+    """A server that puts its states into a store."""
+
+    def __init__(self, base: FrozenBase, port: int, master: int) -> None:
+        # each thread of a writer has a buffer of 64 MiB
+        self.writer, self.threads = Server(master, 2**24), ThreadPoolExecutor(1)
+        super().__init__(base, Path(), [0, 3], port)
+
+    def send(
+        self, request: str, tensors: dict[str, torch.Tensor], reply: Callable[..., None], fault: str
+    ) -> None:
+        manifest = self.writer.manifest(request, tensors, self.layers)
+        reply(manifest)
+        self.threads.submit(self.writer.put_tensors, manifest, tensors)
+
+
+def serve(folder: Path, port: int, master: int) -> None:
+    torch.set_num_threads(1)
+    StoreServer(FrozenBase.load(folder, dtype="float32", device="cpu"), port, master)
+    Event().wait()
+
+
+@contextmanager
+def states_process(folder: Path, port: int, master: int) -> Iterator[Any]:
+    """Run a server in its own process."""
+    process = CLEAN.Process(target=serve, args=(folder, port, master))
+    process.start()
+    try:
+        while not transport.answers("127.0.0.1", port):
+            assert process.is_alive()
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("part", ["server", "master"])
+def test_server_and_master_that_are_killed_ten_times_cost_no_step(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each kill comes between a reply and its states, while other requests are open."""
+    port, master, folder = free_port(), free_port(), tiny.saved(tmp_path / "base")
+    starts = {
+        # the master forgets a lost server in two seconds; a start of vLLM takes longer than its ten
+        "master": lambda: mooncake_master(master, tmp_path / "log", "--client_ttl=2"),
+        "server": lambda: states_process(folder, port, master),
+    }
+    receive, handles = MooncakeStore.receive, list[str]()
+    lines, kills, restarts = list[str](), list[int](), list[str]()
+
+    def kill_and_receive(store: MooncakeStore, manifest: Any, *rest: Any) -> dict[str, Any]:
+        handles.append(manifest["handle"])
+        # what the last kill broke was told, and its end
+        is_over = len(lines) % 2 == 0 and len(kills) == len(restarts) < 10
+        if is_over and len(handles) % 16 == 0:
+            kills.append(len(handles))
+            parts[part].kill()
+        return receive(store, manifest, *rest)
+
+    def start_again(line: str) -> None:
+        lines.append(line)
+        if len(restarts) < len(kills):
+            restarts.append(line)
+            while part == "server" and num_keys(master, "master_total_capacity_bytes"):
+                time.sleep(0.05)
+            parts[part] = stack.enter_context(starts[part]())
+
+    store = {"transport": "mooncake", "master": f"127.0.0.1:{master}", "timeout_seconds": 5.0}
+    ends = ServedBase.load(folder, dtype="float32", device="cpu")
+    server: Any = SimpleNamespace(url=f"http://127.0.0.1:{port}/v1", folder=folder)
+    heads = list[dict[str, Any]]()
+    with ExitStack() as stack:
+        parts = {name: stack.enter_context(start()) for name, start in starts.items()}
+        for run in ("plain", "killed"):
+            with closing(source(server, ends, announce=start_again, **store)) as features:
+                heads.append(trained(tmp_path / run, ends, features, steps=40).state_dict())
+            monkeypatch.setattr(MooncakeStore, "receive", kill_and_receive)
+        assert num_keys(master) == 0
+    assert_equal(*heads)
+    assert len(restarts) == 10
+    waits = [line for line in lines if line.endswith("; asking again for up to 900 seconds")]
+    # a server has several connections to a lost master, and finds later that another one is closed
+    assert len(waits) == 10 or (part == "master" and len(waits) < 20)
+    assert set(restarts) <= set(waits)
+    assert sorted(lines) == sorted([*waits, *[f"{server.url} answers again"] * len(waits)])
