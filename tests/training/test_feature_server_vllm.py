@@ -28,7 +28,7 @@ from specheads.runs.trackers import read_metrics
 from tests.export.features_server import features_server
 from tests.servers import free_port
 from tests.training.test_trainer import assert_equal
-from tests.training.test_transport import mooncake_master, num_keys
+from tests.training.test_transport import free_master_port, mooncake_master, num_keys
 
 pytestmark = pytest.mark.vllm
 
@@ -76,7 +76,7 @@ def through(transport: str, folder: Path) -> list[str]:
     """Return the settings of a transport, for server and trainer."""
     if transport == "folder":
         return [f"features.folder={folder}"]
-    return ["features.transport=mooncake", f"features.master=127.0.0.1:{free_port()}"]
+    return ["features.transport=mooncake", f"features.master=127.0.0.1:{free_master_port()}"]
 
 
 def is_empty(words: list[str], folder: Path) -> bool:

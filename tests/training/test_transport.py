@@ -103,6 +103,14 @@ def test_manifest_of_another_version_is_refused():
         Failing().receive(MANIFEST | {"version": 2}, "a", lambda: True)
 
 
+def free_master_port() -> int:
+    """Return a free port before that of the metrics, which may belong to a client's connection."""
+    while True:
+        port = free_port()
+        with suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+            return port
+
+
 @contextmanager
 def mooncake_master(port: int, log: Path, *options: str) -> Iterator["subprocess.Popen[bytes]"]:
     """Run a real master, as `serve-features` starts it."""
@@ -169,7 +177,7 @@ class Server:
 
 @pytest.mark.vllm
 def test_real_store_gives_states_once_and_loses_those_of_abandoned_requests(tmp_path: Path):
-    port, states = free_port(), torch.randn(1000, 4, 500)
+    port, states = free_master_port(), torch.randn(1000, 4, 500)
     with mooncake_master(port, tmp_path / "log"):
         server = Server(port, 40 * 2**20)
         with closing(open_transport(settings(port), 10, 10)) as trainer:
@@ -198,7 +206,7 @@ def received_again(trainer: Any, server: Server, states: torch.Tensor) -> dict[s
 
 @pytest.mark.vllm
 def test_wait_for_a_key_ends_when_the_server_is_lost(tmp_path: Path):
-    port, asked = free_port(), list[bool]()
+    port, asked = free_master_port(), list[bool]()
     with mooncake_master(port, tmp_path / "log"):
         server = Server(port, 40 * 2**20)
         patient = replace(settings(port), timeout_seconds=1000.0)
@@ -211,7 +219,7 @@ def test_wait_for_a_key_ends_when_the_server_is_lost(tmp_path: Path):
 
 @pytest.mark.vllm
 def test_full_store_evicted_states_and_a_lost_master_are_told(tmp_path: Path):
-    port, states = free_port(), torch.randn(1000, 4, 500)
+    port, states = free_master_port(), torch.randn(1000, 4, 500)
     with mooncake_master(port, tmp_path / "log") as master:
         # room for four
         server = Server(port, 40 * 2**20)
@@ -281,7 +289,7 @@ def test_server_and_master_that_are_killed_ten_times_cost_no_step(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Each kill comes between a reply and its states, while other requests are open."""
-    port, master, folder = free_port(), free_port(), tiny.saved(tmp_path / "base")
+    port, master, folder = free_port(), free_master_port(), tiny.saved(tmp_path / "base")
     starts = {
         # the master forgets a lost server in two seconds; a start of vLLM takes longer than its ten
         "master": lambda: mooncake_master(master, tmp_path / "log", "--client_ttl=2"),
