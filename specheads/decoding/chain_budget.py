@@ -255,7 +255,8 @@ class ChainBudget:
         count, goodput = num_verified(
             [survival for survival, _ in nodes],
             rows,
-            lambda tokens: seconds(tokens - rows, is_ragged=True),
+            # a step without drafts is not ragged
+            lambda tokens: seconds(tokens - rows, is_ragged=tokens > rows),
         )
         # values that differ by rounding only are equal
         if goodput <= best * (1 + 1e-9):

@@ -63,6 +63,17 @@ def test_the_chains_that_survive_best_are_verified(ragged, equal):
     assert (len({*counts}) == 1) == equal
 
 
+def test_quick_steps_of_unequal_drafts_do_not_make_a_drafted_level_useless():
+    chains = budget(token=0.25)
+    for _ in range(50):
+        chains.follow_verify([0, 0, 0, 0], 0, 2.0)
+        chains.follow_verify([1, 1, 1, 1], 0, 3.0)
+        chains.follow_verify([1, 0, 0, 0], 0, 0.5)
+    chains.observe([*"abcd"], [[1]] * 4)
+    chains.update_level([0, 1, 2, 3], 0, logits(0.9, 0.9, 0.9, 0.9))
+    assert any(chains.cut_chains([[1], [2], [3], [4]], 0))
+
+
 def test_drafts_that_are_never_right_are_no_longer_verified_and_tried_again():
     chains = budget(token=0.1, draft=0.05)
     drafts = [step(chains, [1], 0.8) for _ in range(600)]
