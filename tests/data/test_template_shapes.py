@@ -1,7 +1,5 @@
 """Short chat templates with the shapes of TRL's 55, and what the loss covers in each.
 
-Templates of TRL with one shape, such as those of Llama 3.1 and 3.2, are here once.
-
 The templates are in templates/shapes. A name with `_training` has generation markers, as TRL's
 templates of that name do; the markers are removed from the others.
 """
@@ -213,28 +211,33 @@ SHAPES = [
     # without a generation prompt, and with a blank after the end
     shape("llava_next llava_next_training", ended("<|end|>", " ", " "), calls=ROLES),
     shape(
-        "nemotron_3_nano nemotron_3_nano_training",
+        "nemotron_3_nano nemotron_3_nano_training nemotron_3_super nemotron_3_super_training",
         ended("<|end|>", "</think>", "{}\n</think>", calls=in_xml),
     ),
     shape(
         "nemotron_3_ultra nemotron_3_ultra_training",
         ended("<|end|>", "</think>", "{}</think>", calls=in_xml),
     ),
-    shape("phi3 phi3_training", ended("<|end|>"), calls=CALLS, eos="<|eos|>"),
+    shape(
+        "phi3 phi3_training phi3_5 phi3_5_training", ended("<|end|>"), calls=CALLS, eos="<|eos|>"
+    ),
     # the markers contain the line break of the header
     shape("qwen2_5 qwen2_5_training", ended("<|end|>", calls=in_json)),
     shape("qwen2_5_vl qwen2_5_vl_training", ended("<|end|>"), calls=CALLS),
     # two line breaks are one token, which begins in the prompt
     *(
-        shape(family, ended("<|end|>", "</think>\n\n", "{}\n</think>\n\n", in_xml))
-        for family in ("qwen3_5_think", "qwen3_5_think_training")
+        shape(families, ended("<|end|>", "</think>\n\n", "{}\n</think>\n\n", in_xml))
+        for families in ("qwen3_5_think qwen3_6", "qwen3_5_think_training qwen3_6_training")
     ),
     # the prompt closes an empty thought
     *(
         shape(family, ended("<|end|>", "", WIDE, in_xml))
         for family in ("qwen3_5_nothink", "qwen3_5_nothink_training")
     ),
-    shape("qwen3_instruct_2507 qwen3_instruct_2507_training", ended("<|end|>", calls=in_json)),
+    shape(
+        "qwen3_instruct_2507 qwen3_instruct_2507_training qwen3_vl qwen3_vl_training",
+        ended("<|end|>", calls=in_json),
+    ),
 ]
 PUBLISHED = [
     shape("smollm2", ended("<|im_end|>"), calls=CALLS),
@@ -251,7 +254,15 @@ PUBLISHED = [
 ]
 """Templates that are published, with their own special tokens."""
 
-FAMILIES = {family: shape for shape in [*SHAPES, *PUBLISHED] for family in shape.families}
+FAMILIES = {
+    # families of a shape have one template, with generation markers and without
+    **{
+        family: shape
+        for shape in SHAPES
+        for family in {"_training" in name: name for name in shape.families}.values()
+    },
+    **{family: shape for shape in PUBLISHED for family in shape.families},
+}
 NEMO_SYSTEM = [
     "<s>[INST]Count.\n\nTwo and two?[/INST]Four.</s>",
     "<s>[INST]Two and two?[/INST]Four.</s>[INST]Count.\n\nThree?[/INST]Six, I think.</s>",
@@ -402,7 +413,7 @@ def test_answers_and_their_ends_are_counted_or_the_row_is_refused(
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", [shape.families[-1] for shape in SHAPES])
+@pytest.mark.parametrize("family", [shape.families[-1] for shape in [*SHAPES, *PUBLISHED]])
 def test_wrong_mask_is_refused_with_its_text(family: str, case: str):
     template, messages = (
         template_of(family),
