@@ -80,10 +80,11 @@ def test_packed_loss_and_gradients_equal_separate_ones(kind: str, architecture: 
     assert same(packed_loss, expected, within=1e-6 if architecture == "llama" else 1e-5)
     for slope, expected_slope in zip(slopes, expected_slopes, strict=True):
         torch.testing.assert_close(slope, expected_slope, rtol=1e-5, atol=1e-5)
-    # the same rows without document ids have another loss
-    batch = packed(documents)
-    blind, _ = loss_of(head, TokenBatch(batch.tokens, batch.loss_mask), settings, base)
-    assert not same(blind, expected, within=1e-3)
+    if architecture == "llama":
+        # the same rows without document ids have another loss
+        batch = packed(documents)
+        blind, _ = loss_of(head, TokenBatch(batch.tokens, batch.loss_mask), settings, base)
+        assert not same(blind, expected, within=1e-3)
 
 
 def test_joint_training_of_a_base_with_states_is_refused():
