@@ -81,9 +81,9 @@ def test_rows_are_split_until_a_step_fits(tmp_path: Path, monkeypatch: Any, caps
     monkeypatch.chdir(tmp_path)
     overrides = write_corpus(tmp_path / "corpus", 3600)
     overrides = [word for word in overrides if not word.startswith(DISTILLED)]
-    overrides += [f"{CORPUS}.batch_size=8", "~schedule.phases.distilled", "dry_run=true"]
+    overrides += [f"{CORPUS}.batch_size=4", "~schedule.phases.distilled", "dry_run=true"]
     overrides += [f"{CORPUS}.accumulation_steps=auto"]
-    for room, note in ((10**15, "1\n"), (0, "8; the smallest part does not fit in memory: ")):
+    for room, note in ((10**15, "1\n"), (0, "4; the smallest part does not fit in memory: ")):
         monkeypatch.setattr(
             "specheads.training.batch_sizes.usable_bytes", lambda _, room=room: room
         )
