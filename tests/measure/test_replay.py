@@ -31,7 +31,7 @@ DEPTH = 3
 CHAIN = policies.chain(DEPTH)
 TREE = policies.Static([(0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)])
 SIZE = 4
-NEW_TOKENS = 20
+NEW_TOKENS = 14
 
 
 class FewTokens(Habit):
@@ -136,8 +136,6 @@ def test_replay_of_prompt_lookup_gives_the_loops_integers():
     assert sum(sum(prompt.accepted) for prompt in counts) > 0
 
 
-# --- above temperature zero, with and without coupling -------------------------------------------
-
 SAMPLINGS = {
     "greedy": Sampling(),
     "cool": Sampling(temperature=0.6, seed=3),
@@ -165,7 +163,7 @@ def settings(
     name: str, *, coupled: bool = True, tree: policies.TreePolicy | None = None
 ) -> GenerationSettings:
     return GenerationSettings(
-        max_new_tokens=24, sampling=SAMPLINGS[name], coupled=coupled, tree=tree, batch_size=3
+        max_new_tokens=16, sampling=SAMPLINGS[name], coupled=coupled, tree=tree, batch_size=3
     )
 
 
@@ -195,9 +193,6 @@ def test_replay_of_samples_gives_the_loops_integers(name: str, sampling: str, co
         total = DepthCounts.total(counts, DEPTH)
         if name.startswith("habit"):
             assert 0 < sum(total.accepted) < sum(total.offered), "some right and some wrong"
-
-
-# --- a planted wrong drafter -------------------------------------------------------------------
 
 
 class Shifted(Habit):
@@ -254,8 +249,6 @@ def test_replay_differs_if_only_one_side_is_shifted(side: str):
     offline, online, *_ = measure("online, offline")
     assert (offline.forwards, offline.per_depth) == (online.forwards, online.per_depth)
 
-
-# --- figures that papers print -----------------------------------------------------------------
 
 MEDUSA = (
     (0.5604, 0.6717, 0.7271, 0.7599, 0.7799), (0.3164, 0.4236, 0.4851, 0.5282, 0.5625),
