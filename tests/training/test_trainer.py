@@ -78,12 +78,13 @@ def run_training(
     open_text: Callable[..., BatchStream] | None = None,
     accelerator: Accelerator | None = None,
     log_every: int = 2,
+    dtype: torch.dtype = torch.float32,
     **choices: Any,
 ) -> Head:
     """Train a head of depth 2 on one process, by default on a repeated sentence."""
     base = base or tiny.base("llama", dtype=torch.float32)
     torch.manual_seed(0)
-    head = build_for_base({"kind": kind, "depth": 2}, base)
+    head = build_for_base({"kind": kind, "depth": 2}, base).to(dtype)
     run, stream = RunDirectory(folder), text or Counting(base.vocab_size)
     with fixed_flops():
         trainer.train(
