@@ -22,7 +22,7 @@ from specheads.measure.generation import (
 from specheads.measure.offline import guess_ranks, measure_offline, replay
 from specheads.measure.online import measure_online
 from specheads.measure.tune_trees import best_paths
-from tests import recurrent, tiny
+from tests import tiny
 from tests.heads.test_heads import make
 from tests.measure.test_measure import Habit
 from tests.slow import SOME_KINDS, slow_except
@@ -109,24 +109,6 @@ def test_replay_of_trees_and_hybrids_gives_the_loops_integers(name: str, tree: p
     if name == "habit":
         totals = [DepthCounts.total(counts, len(counts[0].offered)) for counts in (hybrid, plain)]
         assert totals[0].tokens_per_forward > totals[1].tokens_per_forward > 1
-
-
-@pytest.mark.parametrize(
-    "architecture", slow_except(["qwen3_5_text"], ["qwen3_5_text", "granitemoehybrid", "falcon_h1"])
-)
-def test_replay_over_a_base_with_states_gives_the_loops_integers(architecture: str):
-    base, prompts = recurrent.base(architecture), recurrent.prompts(9, 21)
-    drafter = make({"kind": "eagle3", "depth": DEPTH}, base)
-    generation = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=CHAIN, batch_size=2)
-    texts = continue_prompts(base, prompts, generation)
-    # wrong drafts, which are rolled back, are most of them
-    decoded = decode_prompts(base, drafter, prompts, generation)
-    assert [text.tokens for text in decoded] == texts
-    replayed = [
-        replay(guess_ranks(base, drafter, prompt, text, width=1), CHAIN)
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    assert replayed == [text.counts for text in decoded]
 
 
 def test_replay_of_prompt_lookup_gives_the_loops_integers():

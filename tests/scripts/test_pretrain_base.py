@@ -1,12 +1,15 @@
 import json
 import math
 import random
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specheads.commands._call import call
 
 SHAPE = ["--vocab-size", "280", "--layers", "1", "--width", "32", "--heads", "2"]
 SHAPE += ["--kv-heads", "1", "--mlp-width", "64", "--context", "64"]
@@ -61,6 +64,31 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(script, data, tmp_path, mon
     torch.manual_seed(99)
     assert pretrain(script, data, second, *choices) == 0
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_head_drafts_well_for_a_base_with_recurrent_layers(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train"])
+    settings = {
+        **{"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    }
+    choices = ["--architecture", "qwen3_5_text", "--settings", json.dumps(settings)]
+    choices += ["--vocab-size", "1024", "--layers", "4", "--width", "96", "--heads", "4"]
+    choices += ["--kv-heads", "2", "--mlp-width", "192", "--context", "512", "--steps", "200"]
+    choices += ["--batch-size", "8", "--sequence-length", "128"]
+    assert pretrain(script, "python_stdlib", Path("base"), *choices) == 0
+    corpus = "schedule.phases.corpus"
+    words = ["recipe=smoke", "base=base", "base.dtype=float32", "head=redrafter"]
+    words += ["data=python_stdlib", f"{corpus}.steps=100", f"{corpus}.batch_size=4"]
+    words += [f"{corpus}.learning_rate=5e-3", "evaluation.num_prompts=8"]
+    call("train", [*words, "evaluation.max_new_tokens=32"])
+    results = json.loads(Path("runs/smoke/report/results.json").read_text())
+    assert results["lossless"]["verdict"] == "identical"
+    assert results["offline"]["per_depth"] == results["online"]["per_depth"]
+    assert results["online"]["tokens_per_forward"] > 1.2
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -20,13 +19,12 @@ from specheads.training.joint import JointTraining
 from specheads.training.objective import Objective, draft_labels, draw_labels
 from tests import recurrent, tiny
 from tests.packed import alone, chains_of, packed, texts
-from tests.slow import slow_except
 
 DEPTH = 2
 
 
-def head_of(kind: str, base: FrozenBase | None = None) -> Head:
-    head = build_for_base({"kind": kind, "depth": DEPTH}, base or tiny.base()).double()
+def head_of(kind: str) -> Head:
+    head = build_for_base({"kind": kind, "depth": DEPTH}, tiny.base()).double()
     for parameter in head.parameters():
         parameter.data.copy_(torch.randn_like(parameter) * 0.3)
     return head
@@ -58,33 +56,23 @@ def same(loss: DepthLoss, expected: DepthLoss, within: float = 1e-6) -> bool:
     )
 
 
-WITH_STATES = ("qwen3_5_text", "granitemoehybrid", "falcon_h1")
-USUAL = Phase().loss
-PACKED = [
-    *((kind, "llama", USUAL) for kind in kinds()),
-    *(("eagle3", "llama", loss) for loss in LOSSES if loss != USUAL),
-    *slow_except(
-        [*zip(("eagle3", "redrafter", "dflash"), WITH_STATES, [USUAL] * 3, strict=True)],
-        product(("eagle3", "redrafter", "dflash", "mtp"), WITH_STATES, [USUAL]),
-    ),
-]
-
-
-@pytest.mark.parametrize(("kind", "architecture", "loss"), PACKED)
-def test_packed_loss_and_gradients_equal_separate_ones(kind: str, architecture: str, loss: str):
-    base = tiny.base() if architecture == "llama" else recurrent.base(architecture)
-    head, documents = head_of(kind, base), texts()
-    settings = phase(loss=loss)
-    packed_loss, slopes = loss_of(head, packed(documents), settings, base)
-    expected, expected_slopes = loss_of(head, alone(documents), settings, base)
-    assert same(packed_loss, expected, within=1e-6 if architecture == "llama" else 1e-5)
-    for slope, expected_slope in zip(slopes, expected_slopes, strict=True):
-        torch.testing.assert_close(slope, expected_slope, rtol=1e-5, atol=1e-5)
-    if architecture == "llama":
-        # the same rows without document ids have another loss
-        batch = packed(documents)
-        blind, _ = loss_of(head, TokenBatch(batch.tokens, batch.loss_mask), settings, base)
-        assert not same(blind, expected, within=1e-3)
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        *((kind, Phase().loss) for kind in kinds()),
+        *(("eagle3", loss) for loss in LOSSES if loss != Phase().loss),
+    ],
+)
+def test_packed_loss_and_gradients_equal_separate_ones(kind: str, loss: str):
+    head, documents, settings = head_of(kind), texts(), phase(loss=loss)
+    packed_loss, slopes = loss_of(head, packed(documents), settings)
+    expected, expected_slopes = loss_of(head, alone(documents), settings)
+    assert same(packed_loss, expected)
+    torch.testing.assert_close(slopes, expected_slopes, rtol=1e-5, atol=1e-5)
+    # the same rows without document ids have another loss
+    batch = packed(documents)
+    blind, _ = loss_of(head, TokenBatch(batch.tokens, batch.loss_mask), settings)
+    assert not same(blind, expected, within=1e-3)
 
 
 def test_joint_training_of_a_base_with_states_is_refused():

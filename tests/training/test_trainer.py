@@ -76,12 +76,13 @@ def run_training(
     open_text: Callable[..., BatchStream] | None = None,
     accelerator: Accelerator | None = None,
     log_every: int = 2,
+    dtype: torch.dtype = torch.float32,
     **choices: Any,
 ) -> Head:
     """Train a head of depth 2 on one process, by default on a repeated sentence."""
     base = base or tiny.base("llama", dtype=torch.float32)
     torch.manual_seed(0)
-    head = build_for_base({"kind": kind, "depth": 2}, base)
+    head = build_for_base({"kind": kind, "depth": 2}, base).to(dtype)
     stream, accelerator = text or Counting(base.vocab_size), accelerator or Accelerator(cpu=True)
     opening = open_text or (lambda *_: stream)
     train_head(folder, base, head, schedule, opening, accelerator, log_every=log_every, **choices)
