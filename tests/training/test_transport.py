@@ -298,14 +298,16 @@ def test_server_and_master_that_are_killed_ten_times_cost_no_step(
     receive, handles = MooncakeStore.receive, list[str]()
     lines, kills, restarts = list[str](), list[int](), list[str]()
 
-    def kill_and_receive(store: MooncakeStore, manifest: Any, *rest: Any) -> dict[str, Any]:
+    def kill_and_receive(
+        store: MooncakeStore, manifest: Any, address: str, is_lost: Any
+    ) -> dict[str, Any]:
         handles.append(manifest["handle"])
         # what the last kill broke was told, and its end
         is_over = len(lines) % 2 == 0 and len(kills) == len(restarts) < 10
         if is_over and len(handles) % 16 == 0:
             kills.append(len(handles))
             parts[part].kill()
-        return receive(store, manifest, *rest)
+        return receive(store, manifest, address, is_lost)
 
     def start_again(line: str) -> None:
         lines.append(line)
