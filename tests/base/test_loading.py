@@ -100,20 +100,6 @@ def test_weights_that_do_not_match_the_config_are_refused_by_name(
 
 
 CONFIG, ENDS = "config.json", "generation_config.json"
-INDEX, TOKENIZER = "model.safetensors.index.json", "tokenizer.json"
-
-
-def in_shards(damage: Damage) -> Damage:
-    """Return a function that splits the weights into shards, and damages them."""
-
-    def split(folder: Path) -> None:
-        remove(WEIGHTS)(folder)
-        tiny.base().model.save_pretrained(folder, max_shard_size="20KB")
-        damage(folder)
-
-    return split
-
-
 BROKEN: dict[str, tuple[Damage, str]] = {
     "no config": (remove(CONFIG), "config.json"),
     "cut config": (cut(CONFIG), "config.json"),
@@ -140,24 +126,6 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     ),
     "cut ends of text": (write(ENDS, b'{"eos'), ENDS),
     "an end of text in words": (write(ENDS, b'{"eos_token_id": "x"}'), "must be token ids"),
-    **{
-        f"shards: {name}": (in_shards(damage), "whose weights it cannot read")
-        for name, damage in {
-            "one gone": remove("model-00002*"),
-            "one cut": cut("model-00002-of-00017.safetensors"),
-            "no index": remove(INDEX),
-            "index": write(INDEX, b'{"metadata": {}, "weight_map": {"a": "../../../etc/passwd"}}'),
-        }.items()
-    },
-    **{
-        f"tokenizer: {name}": (damage, "whose tokenizer it cannot read")
-        for name, damage in {
-            "cut": cut(TOKENIZER),
-            "deep": write(TOKENIZER, DEEP),
-            "gone": remove(TOKENIZER),
-            "class": write("tokenizer_config.json", b'{"tokenizer_class": 3}'),
-        }.items()
-    },
 }
 
 
@@ -181,13 +149,12 @@ def test_weights_that_are_integers_are_refused_by_name(name: str, dtype: torch.d
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_of_a_base_is_refused_by_name(name, tmp_path):
     damage, message = BROKEN[name]
-    if name.startswith("tokenizer"):
-        for file in SHIPPED.iterdir():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    else:
-        tiny.base().model.save_pretrained(tmp_path)
+    tiny.base().model.save_pretrained(tmp_path)
     damage(tmp_path)
     assert re.search(message, refused(tmp_path))
+
+
+INDEX = "model.safetensors.index.json"
 
 
 def test_threads_load_a_base_whose_projection_is_tied(tmp_path: Path):
@@ -207,6 +174,38 @@ def test_threads_load_a_base_whose_projection_is_tied(tmp_path: Path):
     assert all(base.projection.weight.float().equal(embedding) for base in bases)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        remove("model-00002*"),
+        cut("model-00002-of-00017.safetensors"),
+        remove(INDEX),
+        write(INDEX, b'{"metadata": {}, "weight_map": {"a": "../../../etc/passwd"}}'),
+    ],
+)
+def test_missing_shards_are_refused(damage, tmp_path):
+    tiny.base().model.save_pretrained(tmp_path, max_shard_size="20KB")
+    damage(tmp_path)
+    assert "whose weights it cannot read" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut("tokenizer.json"),
+        write("tokenizer.json", DEEP),
+        remove("tokenizer.json"),
+        write("tokenizer_config.json", b'{"tokenizer_class": 3}'),
+    ],
+)
+def test_a_broken_tokenizer_is_refused(damage, tmp_path):
+    for file in SHIPPED.iterdir():
+        if "safetensors" not in file.name:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    damage(tmp_path)
+    assert "whose tokenizer it cannot read" in refused(tmp_path)
+
+
 CODE = "from transformers import *\nopen({ran!r}, 'w')\nclass Own({parent}): model_type = 'own'\n"
 MODEL = {"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.Own"}
 
@@ -222,27 +221,48 @@ def with_code(folder: Path, parent: str, *damages: Damage) -> Path:
     return ran
 
 
-FAST, READER = "PreTrainedTokenizerFast", "tokenizer_config.json"
-OWN_CODE: list[tuple[str, str, dict[str, Any]]] = [
-    ("LlamaConfig", CONFIG, {"model_type": "own", "auto_map": MODEL}),
-    ("CLIPModel", CONFIG, {"model_type": "clip", "auto_map": MODEL}),
-    ("LlamaConfig", CONFIG, {"model_type": "own", "auto_map": {"AutoModel": "some/code--c.Own"}}),
-    (FAST, READER, {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", None]}}),
-    # an older form
-    (FAST, READER, {"tokenizer_class": None, "auto_map": ["code.Own", None]}),
-]
-
-
-@pytest.mark.parametrize(("parent", "file", "changes"), OWN_CODE)
+@pytest.mark.parametrize(
+    ("parent", "damage", "cause"),
+    [
+        (
+            "LlamaConfig",
+            says(model_type="own", auto_map=MODEL),
+            "config.json .* model_type is 'own'",
+        ),
+        (
+            "CLIPModel",
+            says(model_type="clip", auto_map=MODEL),
+            "config.json .* model_type is 'clip'",
+        ),
+        (
+            "PreTrainedTokenizerFast",
+            says(
+                "tokenizer_config.json",
+                tokenizer_class="Own",
+                auto_map={"AutoTokenizer": ["code.Own", None]},
+            ),
+            "tokenizer_config.json .* tokenizer_class is 'Own'",
+        ),
+        (
+            "LlamaConfig",
+            says(model_type="own", auto_map={"AutoModel": "somebody/code--code.Own"}),
+            "config.json .* model_type is 'own'",
+        ),
+        # an older form
+        (
+            "PreTrainedTokenizerFast",
+            says("tokenizer_config.json", tokenizer_class=None, auto_map=["code.Own", None]),
+            "tokenizer_config.json .* tokenizer_class is None",
+        ),
+    ],
+)
 def test_a_base_that_needs_its_own_code_is_refused_without_a_prompt(
-    parent, file, changes, tmp_path, monkeypatch, capsys
+    parent, damage, cause, tmp_path, monkeypatch, capsys
 ):
-    ran = with_code(tmp_path, parent, says(file, **changes))
+    ran = with_code(tmp_path, parent, damage)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
-    name, value = next(iter(changes.items()))
-    cause = f"{file} .* {name} is {value!r}"
     assert re.search(f"code that comes with a base never runs.*{cause}", refused(tmp_path))
-    if file == CONFIG:
+    if cause.startswith("config"):
         with pytest.raises(InputError, match=cause):
             load_config(str(tmp_path), revision="main")
     assert not ran.exists()
@@ -251,7 +271,7 @@ def test_a_base_that_needs_its_own_code_is_refused_without_a_prompt(
 
 def test_code_of_a_base_does_not_run_if_transformers_has_the_class(tmp_path, monkeypatch, capsys):
     model_code = says(auto_map=MODEL)
-    fast = says(READER, auto_map={"AutoTokenizer": ["code.Own", "code.Own"]})
+    fast = says("tokenizer_config.json", auto_map={"AutoTokenizer": ["code.Own", "code.Own"]})
     ran = with_code(tmp_path, "LlamaConfig", model_code, fast)
     # transformers would run this as the model's own `generate`
     (tmp_path / "custom_generate").mkdir()

@@ -8,18 +8,10 @@ from specheads.base.masks import attention_windows
 from tests import tiny
 
 
-def on_meta(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
+def neo(*kinds: str) -> transformers.PreTrainedModel:
+    config = transformers.GPTNeoConfig(attention_types=[[[*kinds], 2 // len(kinds)]], num_layers=2)
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config)
-
-
-def model_of(architecture: str, **settings: Any) -> transformers.PreTrainedModel:
-    return on_meta(tiny.config(architecture, **settings))
-
-
-def neo(*kinds: str) -> transformers.PreTrainedModel:
-    attention_types = [[[*kinds], 2 // len(kinds)]]
-    return on_meta(transformers.GPTNeoConfig(attention_types=attention_types, num_layers=2))
 
 
 def test_local_layers_are_refused_and_global_ones_are_not():
@@ -37,7 +29,8 @@ def test_local_layers_are_refused_and_global_ones_are_not():
     ],
 )
 def test_a_window_counts_only_where_the_model_reads_it(architecture, window):
-    assert attention_windows(model_of(architecture, sliding_window=12)) == {"all": window}
+    base = tiny.own_base(architecture, sliding_window=12)
+    assert base.windows == {"all": window}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +46,8 @@ def test_a_window_counts_only_where_the_model_reads_it(architecture, window):
 )
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_layers_with_a_window_are_those_of_the_config(architecture, settings, windows):
-    assert attention_windows(model_of(architecture, sliding_window=12, **settings)) == windows
+    base = tiny.own_base(architecture, sliding_window=12, **settings)
+    assert base.windows == windows
 
 
 class OwnLlama(transformers.LlamaForCausalLM):

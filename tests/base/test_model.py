@@ -121,10 +121,18 @@ def test_the_last_stream_of_a_base_that_norms_its_embedding_too_is_that_of_its_l
 
 
 def test_layers_of_a_base_with_several_residual_streams_are_refused():
-    sizes = {"intermediate_size": 48, "head_dim": 8, "num_key_value_heads": 2, "laurel_rank": 4}
-    sizes |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61}
-    layers = {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
-    base = _small("gemma3n_text", **sizes, **layers, activation_sparsity_pattern=[0.5, 0.0])
+    base = _small(
+        "gemma3n_text",
+        intermediate_size=48,
+        head_dim=8,
+        num_key_value_heads=2,
+        layer_types=["sliding_attention", "full_attention"],
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=61,
+        activation_sparsity_pattern=[0.5, 0.0],
+        laurel_rank=4,
+    )
     for layers in (1,), (1, 2):
         with pytest.raises(InputError, match=r"one residual stream of 32 channels.*without"):
             base.read(torch.arange(3, 12)[None], layers)

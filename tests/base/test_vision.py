@@ -17,10 +17,21 @@ from tests import tiny
 from tests.oracle import Oracle
 
 PICTURE = 5
-SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24}
-VISION: dict[str, Any] = SIZES | {"num_hidden_layers": 1, "num_attention_heads": 2}
-VISION |= {"image_size": 28, "patch_size": 14}
-QWEN = SIZES | {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+}
 TEXT = tiny.RECIPES["llama"].settings
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 
@@ -33,8 +44,10 @@ def config(family: str) -> PreTrainedConfig:
             image_token_index=PICTURE,
         )
     if family == "gemma3":
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        windowed = {"sliding_window": 16, "layer_types": kinds, "query_pre_attn_scalar": 8}
         return transformers.Gemma3Config(
-            text_config=tiny.RECIPES["gemma3"].settings,
+            text_config=TEXT | windowed,
             vision_config=VISION,
             mm_tokens_per_image=4,
             image_token_index=PICTURE,

@@ -9,14 +9,13 @@ import specheads
 from specheads.commands._call import call
 from specheads.config import data_dir
 from specheads.data import files
-from specheads.measure import report
 from tests.training.in_processes import fixed_flops
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _some_of_the_standard_library() -> Iterator[None]:
     # to tokenise all of it takes seconds
-    files_read = files.stdlib_files()[::20]
+    files_read = files.stdlib_files()[::5]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "stdlib_files", lambda: files_read)
         yield
@@ -35,14 +34,6 @@ def one_base() -> Iterator[None]:
 def fixed_flop_count() -> Iterator[None]:
     """Count no FLOPs of a step in trainings, which takes longer than their steps."""
     with fixed_flops():
-        yield
-
-
-@pytest.fixture(scope="module")
-def no_plots() -> Iterator[None]:
-    """Write reports without plots, which take longer than the measurements of a few tokens."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "draw_plots", lambda *_: {})
         yield
 
 

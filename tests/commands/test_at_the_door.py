@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from specheads.config import data_dir
-from tests.slow import slow_except
 
 pytestmark = pytest.mark.usefixtures("one_base")
 
@@ -84,7 +83,7 @@ def test_mistake_gets_one_line_and_leaves_nothing(overrides: str, message: str, 
     assert message in refused(*overrides.split())
 
 
-@pytest.mark.parametrize("overrides", slow_except(SETTINGS[::2], SETTINGS))
+@pytest.mark.parametrize("overrides", SETTINGS)
 def test_invalid_setting_is_refused_by_name(overrides: str, refused: Any):
     line = refused(*overrides.split())
     name = overrides.split()[-1].partition("=")[0]

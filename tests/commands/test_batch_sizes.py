@@ -63,7 +63,7 @@ def test_every_command_takes_auto(
 
 
 @pytest.mark.parametrize("num_characters", slow_except([900], [100, 900]))
-def test_auto_fits_the_rows_of_the_corpus(
+def test_auto_never_needs_more_rows_than_the_corpus_has(
     num_characters: int, tmp_path: Path, monkeypatch: Any, capsys: Any
 ):
     monkeypatch.chdir(tmp_path)
@@ -77,13 +77,21 @@ def test_auto_fits_the_rows_of_the_corpus(
     assert batch_size <= num_rows < 2 * batch_size
 
 
+def test_training_with_auto_reads_a_small_corpus(tmp_path: Path, monkeypatch: Any, capsys: Any):
+    monkeypatch.chdir(tmp_path)
+    words = [f"{DISTILLED}.distill.num_samples=8", f"{DISTILLED}.distill.new_tokens=8"]
+    call("train", [*write_corpus(tmp_path / "corpus", 500), *words, "name=small"])
+    assert "phase 'distilled': batch_size=auto is 2" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "small" / "head" / "config.json").is_file()
+
+
 def test_rows_are_split_until_a_step_fits(tmp_path: Path, monkeypatch: Any, capsys: Any):
     monkeypatch.chdir(tmp_path)
     overrides = write_corpus(tmp_path / "corpus", 3600)
     overrides = [word for word in overrides if not word.startswith(DISTILLED)]
-    overrides += [f"{CORPUS}.batch_size=4", "~schedule.phases.distilled", "dry_run=true"]
+    overrides += [f"{CORPUS}.batch_size=8", "~schedule.phases.distilled", "dry_run=true"]
     overrides += [f"{CORPUS}.accumulation_steps=auto"]
-    for room, note in ((10**15, "1\n"), (0, "4; the smallest part does not fit in memory: ")):
+    for room, note in ((10**15, "1\n"), (0, "8; the smallest part does not fit in memory: ")):
         monkeypatch.setattr(
             "specheads.training.batch_sizes.usable_bytes", lambda _, room=room: room
         )

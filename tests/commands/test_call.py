@@ -87,7 +87,9 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
-def test_mistake_is_one_line(raising: Called, error: Exception, message: str, tmp_path: Path):
+def test_mistake_is_one_line_with_exit_code_2(
+    raising: Called, error: Exception, message: str, tmp_path: Path
+):
     code, line = raising(error)
     assert code == 2
     assert message in line
@@ -98,7 +100,9 @@ def test_mistake_is_one_line(raising: Called, error: Exception, message: str, tm
 @pytest.mark.parametrize(
     "error", [ValueError("range() arg 3 must not be zero"), KeyError("x"), AssertionError()]
 )
-def test_bug_is_one_line_with_the_traceback_file(raising: Called, error: Exception, tmp_path: Path):
+def test_bug_is_one_line_that_names_the_traceback_file(
+    raising: Called, error: Exception, tmp_path: Path
+):
     code, line = raising(error)
     assert code == 1
     assert len(line.splitlines()) == 1
@@ -294,7 +298,9 @@ def test_help_lists_every_command_with_its_purpose(
 
 
 @pytest.mark.parametrize("command", ["brew", "_call", "../train", "recipe=smoke"])
-def test_unknown_command_is_one_line(command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_unknown_command_is_refused_in_one_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
     monkeypatch.setattr("sys.argv", ["specheads", command])
     with pytest.raises(SystemExit) as stop:
         cli.main()

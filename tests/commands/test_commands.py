@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import specheads
 from specheads.commands._call import call
 from specheads.export.layouts._shared import VLLM_SERVER
-from specheads.measure import report, step_times
+from specheads.measure import step_times
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
@@ -52,8 +52,6 @@ def execute(work: Path, monkeypatch: pytest.MonkeyPatch) -> Execute:
     """Return a function that runs a command in the folder of the finished run, in this process."""
     monkeypatch.chdir(work)
     monkeypatch.setenv("COLUMNS", "160")
-    # the run has its plots
-    monkeypatch.setattr(report, "draw_plots", lambda *_: {})
 
     def run(command: str, *arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", [command, *arguments])
@@ -97,6 +95,16 @@ def test_results_are_lossless_and_replay_equals_decoding(work: Path):
     assert results["speed"]["base_tokens_per_second"] > 0
 
 
+@pytest.mark.usefixtures("execute")
+def test_finished_run_is_refused_and_unchanged(work: Path, refusal: Refusal):
+    run = work / "runs" / "smoke"
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    line = refusal("train", "recipe=smoke", *SMALL)
+    assert "a finished run is never overwritten" in line
+    assert "; choose another name=" in line
+    assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+
+
 def test_train_again_measures_a_finished_run_without_results(
     work: Path, execute: Execute, refusal: Refusal, tmp_path: Path
 ):
@@ -117,9 +125,7 @@ def test_train_again_measures_a_finished_run_without_results(
     execute("train", *words)
     assert results_of(results.parent)["offline"]["forwards"] == expected["offline"]["forwards"]
     assert before == [(file.read_bytes(), file.stat().st_mtime_ns) for file in kept]
-    refused = refusal("train", *words)
-    assert "a finished run is never overwritten" in refused
-    assert "; choose another name=" in refused
+    assert "a finished run is never overwritten" in refusal("train", *words)
 
 
 def test_evaluate_keeps_the_settings_of_the_run_except_overrides(
@@ -201,7 +207,9 @@ def test_a_dry_run_prints_settings_and_plan_as_two_documents_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_writes_a_folder_and_the_serving_command(work: Path, execute: Execute, capsys: Any):
+def test_export_writes_a_folder_and_prints_the_serving_command(
+    work: Path, execute: Execute, capsys: Any
+):
     cwd = work
     execute("export", "run=runs/smoke", "engine=vllm", "out=served")
     (line,) = capsys.readouterr().out.splitlines()
@@ -224,13 +232,37 @@ def test_training_starts_from_init(work: Path, execute: Execute):
     assert read_metrics(cwd / "runs" / "further" / "metrics.jsonl")[0]["loss"] < first
 
 
-def test_compare_measures_drafters_without_training(work: Path, execute: Execute, capsys: Any):
+@pytest.mark.slow
+def test_a_watched_run_ends_with_its_best_head_and_draws_its_learning_curve(
+    work: Path, execute: Execute
+):
+    execute(
+        "train", "recipe=smoke", "name=watched", "validation.every=1", "validation.keep=best",
+        "schedule.phases.corpus.learning_rate=0", "tracker=tensorboard", *SMALL,
+    )  # fmt: skip
+    run = RunDirectory(work / "runs" / "watched")
+    rows = read_metrics(run.metrics)
+    scores = {row["step"]: row["validation/tokens_per_forward"] for row in rows}
+    best = json.loads(run.best_score.read_text())
+    assert best["tokens_per_forward"] == max(scores.values()) == scores[best["step"]]
+    weights = load_file(run.head / "model.safetensors")
+    for name, value in load_file(run.best / "model.safetensors").items():
+        assert torch.equal(weights[name], value), name
+    assert not (run.head / "best.json").exists()
+    assert [row["hours"] for row in rows] == sorted(row["hours"] for row in rows)
+    assert all(row["mfu"] > 0 and 0 <= row["data_wait_share"] <= 1 for row in rows)
+    assert "learning.png" in {item.name for item in run.report.iterdir()}
+    assert list((run.path / "tensorboard").iterdir())
+
+
+def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(
+    work: Path, execute: Execute, capsys: Any
+):
     run = work / "runs" / "smoke"
     before = {file.name for file in (run / "report").iterdir()}
     execute(
         "compare", "run=runs/smoke", "tree=chain", "num_prompts=2", "max_new_tokens=8",
         "evaluation.speed_prompts=1", "evaluation.repeats=1",
-        "drafters=[head,prompt_lookup,hybrid,draft_model,transformers]",
         f"draft_model={ROOT / 'recipes/tiny_code/base'}",
     )  # fmt: skip
     output = capsys.readouterr().out
@@ -240,7 +272,10 @@ def test_compare_measures_drafters_without_training(work: Path, execute: Execute
     comparison = json.loads((run / "report" / "compare.json").read_text())
     (condition,) = comparison["conditions"]
     drafters = condition["drafters"]
-    assert [*drafters] == ["head", "prompt_lookup", "hybrid", "draft_model", "transformers"]
+    assert [*drafters] == [
+        "head", "prompt_lookup", "hybrid", "suffix", "suffix_hybrid", "streaming", "draft_model",
+        "transformers", "transformers_lookup", "transformers_assisted",
+    ]  # fmt: skip
     assert {*condition["ranking"]} == {*drafters}
     for name, row in drafters.items():
         assert name in output
@@ -268,8 +303,7 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
         tuned = json.loads((folder / "tuned.json").read_text())
         assert [(tree["batch"], tree["context"]) for tree in tuned["trees"]] == [(1, 24)]
         assert sum(tree["chosen"] for tree in tuned["tried"]) == 1
-        sizes = [tree["num_nodes"] for tree in tuned["tried"] if "lookup" not in tree["tree"]]
-        assert 1 < max(sizes) <= 6
+        assert max(tree["num_nodes"] for tree in tuned["tried"] if tree["tree"] == "tree") <= 6
         # a tree that no measurement here would choose shows who takes it
         tree = tuned["trees"][0]
         tree |= {"kind": "static", "paths": [[0], [5]], "num_nodes": 3, "depth": 1, "copied": 4}
@@ -292,7 +326,7 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
 
 
 @pytest.mark.usefixtures("execute")
-def test_compare_needs_a_finished_run_and_a_draft_model(
+def test_compare_refuses_unfinished_runs_and_missing_draft_models(
     work: Path, refusal: Refusal, tmp_path: Path
 ):
     shutil.copy(work / "runs" / "smoke" / "config.yaml", tmp_path)

@@ -26,7 +26,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["data=files", f"data.path={folder}"]
 
 
-def test_text_is_written_and_resumed(base: specheads.FrozenBase, corpus: list[str], tmp_path: Path):
+def test_text_is_written_with_a_report_and_resumed(
+    base: specheads.FrozenBase, corpus: list[str], tmp_path: Path
+):
     first = specheads.distill(
         overrides=[*SMALL, *corpus, "shard_size=2"], base=base, out=tmp_path / "text"
     )
@@ -74,7 +76,9 @@ def test_text_in_an_object_store_is_resumed_and_trained_on(
     store.store.clear()
 
 
-def test_head_writes_the_same_text(base: specheads.FrozenBase, corpus: list[str], tmp_path: Path):
+def test_head_generates_the_same_text(
+    base: specheads.FrozenBase, corpus: list[str], tmp_path: Path
+):
     head = build_for_base({"kind": "mlp_speculator", "depth": 2, "inner_dim": 16}, base)
     head.save_pretrained(tmp_path / "head")
     words = [*SMALL, *corpus]

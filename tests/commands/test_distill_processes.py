@@ -57,7 +57,9 @@ MOMENTS = [(0, 1), (3, 1), (0, 5), (1, 6), (2, 9), (3, 11)]
 
 
 @pytest.mark.slow
-def test_killed_in_four_processes_and_resumed_in_two_is_the_same(words: list[str], tmp_path: Path):
+def test_killed_in_four_processes_and_resumed_in_two_gives_the_same_texts(
+    words: list[str], tmp_path: Path
+):
     alone = tmp_path / "alone"
     assert start(words, alone, 1, None) == [0]
     complete = shards(alone)
@@ -153,8 +155,10 @@ def test_training_lets_vllm_write_before_its_base_is_loaded(
     overrides = [*words[:5], *words[-2:], "head.inner_dim=16", "evaluate_after=false"]
     overrides += ["validation.rows=0", "validation.prompts=0", f"run_dir={tmp_path}/run"]
     overrides += ["schedule.phases.corpus.steps=1", f"{phase}.steps=1", f"{phase}.batch_size=2"]
-    corpus, distill = ["sequence_length=32", "batch_size=2"], [*WORDS[5:], "num_samples=8"]
-    overrides += [f"schedule.phases.corpus.{word}" for word in corpus]
-    overrides += [f"{phase}.distill.{word}" for word in [*distill, "engine=vllm"]]
-    specheads.train(overrides=overrides)
+    overrides += [
+        "schedule.phases.corpus.sequence_length=32",
+        "schedule.phases.corpus.batch_size=2",
+    ]
+    overrides += [f"{phase}.distill.{word}" for word in WORDS[5:]]
+    specheads.train(overrides=[*overrides, f"{phase}.distill.engine=vllm"])
     assert loads == ["load_text_base", "vllm", "load_base"]

@@ -1,7 +1,6 @@
 """`specheads train preview=N`: examples of the training text, and broken conversations."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,16 @@ TALK = {
 }
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a base that has only a tokenizer with a template."""
-    folder = tmp_path_factory.mktemp("chat") / "base"
+@pytest.fixture
+def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return overrides to train on one conversation with a base that has only a tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     special = ["<|im_start|>", "<|im_end|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": special, "eos_token": special[1]})
     tokenizer.chat_template = CHATML
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def overrides(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return overrides to train on one conversation."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    shutil.copytree(base, "base")
+    tokenizer.save_pretrained("base")
     Path("talks.jsonl").write_text(json.dumps(TALK) + "\n", encoding="utf-8")
     return ["recipe=smoke", "base.model=base", "data.source=chat", "data.path=talks.jsonl"]
 

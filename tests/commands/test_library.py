@@ -24,8 +24,6 @@ from specheads.runs.directory import RunDirectory
 from tests import tiny
 from tests.data.conftest import CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
 
-pytestmark = pytest.mark.usefixtures("no_plots")
-
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.speed_prompts=1"]
 SHORT = ["schedule.phases.corpus.steps=2", "~schedule.phases.distilled", *SMALL]
@@ -61,7 +59,7 @@ def test_train_returns_the_run_and_announces_the_head(run: RunDirectory, announc
 
 
 @pytest.mark.slow
-def test_evaluation_writes_tuned_json(
+def test_evaluation_after_training_writes_tuned_json(
     run: RunDirectory, base: specheads.FrozenBase, tmp_path: Path
 ):
     assert not (run.head / "tuned.json").exists()
@@ -93,7 +91,9 @@ def test_run_and_head_give_the_same_results(
     assert capsys.readouterr().out == ""
 
 
-def test_other_weights_need_force(run: RunDirectory, base: specheads.FrozenBase, tmp_path: Path):
+def test_head_of_other_weights_needs_force(
+    run: RunDirectory, base: specheads.FrozenBase, tmp_path: Path
+):
     copy = RunDirectory(shutil.copytree(run.path, tmp_path / "run"))
     file = copy.head / "config.json"
     config = json.loads(file.read_text())
@@ -181,7 +181,9 @@ def test_speed_bench_shows_categories_and_lengths_in_results_report_and_csv(
     assert all(name in output for name in [*CATEGORIES, *ENTROPIES, *LENGTHS])
 
 
-def test_traces_train_and_give_prompts_without_answers(base: specheads.FrozenBase, tmp_path: Path):
+def test_traces_train_and_give_prompts_but_are_not_answered_again(
+    base: specheads.FrozenBase, tmp_path: Path
+):
     rows = [
         {"input_ids": [*range(number, number + 40)], "loss_mask": [0] * 8 + [1] * 32}
         for number in range(400)

@@ -5,7 +5,6 @@ import io
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, get_args, get_origin
@@ -17,7 +16,6 @@ from specheads.commands import _call
 from specheads.config import compose
 from specheads.core.ranges import setting_hints
 from specheads.heads.kinds.mlp_speculator import Config
-from tests.slow import slow_except
 
 UNHURRIED = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 
@@ -104,10 +102,8 @@ def assigned(leaf: tuple[str, Any]) -> strategies.SearchStrategy[str]:
     return usual(hint).map(lambda value: f"{name}={value}")
 
 
-@pytest.mark.parametrize(
-    ("command", "number"),
-    slow_except([("train", 6), ("evaluate", 6), ("export", 6)], product(compose.SCHEMAS, (6, 500))),
-)
+@pytest.mark.parametrize("command", compose.SCHEMAS)
+@pytest.mark.parametrize("number", [6, pytest.param(500, marks=pytest.mark.slow)])
 def test_random_overrides_are_accepted_or_refused_in_one_line(
     command: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

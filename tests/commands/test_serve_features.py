@@ -134,7 +134,9 @@ def test_mooncake_prints_the_master_and_a_pool_of_each_server(capsys: Any):
         (["head.aux_layers=[9]", "head=dflash"], "reads the base after 9 layers"),
     ],
 )
-def test_unservable_settings_are_refused(overrides: list[str], message: str, refusal: Any):
+def test_settings_that_cannot_be_served_are_refused(
+    overrides: list[str], message: str, refusal: Any
+):
     assert message in refusal("serve-features", f"base={BASE}", *overrides)
 
 

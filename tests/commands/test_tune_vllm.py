@@ -52,7 +52,9 @@ def calibrate(folder: Path) -> None:
     (folder / FILE).write_text(dumps(replace(measured, acceptance=acceptance)))
 
 
-def test_noisy_times_are_measured_again_and_never_stored(settings, tmp_path, monkeypatch, capsys):
+def test_noisy_times_of_a_server_are_measured_again_and_never_stored(
+    settings, tmp_path, monkeypatch, capsys
+):
     """The second of two engines is quiet; then none is."""
     calibrate(tmp_path)
     generator, noises, cost = random.Random(0), [2.0, 0.01, 2.0, 2.0], tuned.tuned().cost

@@ -9,7 +9,7 @@ import pytest
 from specheads.config import shared, training
 from specheads.config.commands import Compare, Evaluate, Export, Push, Train
 from specheads.config.data import DataSettings, MixtureSource
-from specheads.config.shared import EvaluationSettings
+from specheads.config.shared import EvaluationSettings, TreeSettings
 from specheads.config.training import LOSSES, DistillSettings, JointSettings, Phase, Schedule
 from specheads.config.validation import check
 from specheads.core.errors import InputError
@@ -67,59 +67,70 @@ def test_choices_are_those_of_the_code():
     assert all(range_fact.func(name) for name in RULES)
 
 
-PHASES = [
-    ({"steps": 0}, "steps must be a whole number, at least 1, got 0"),
-    ({"batch_size": -4}, "batch_size must be a whole number, at least 1, or auto, got -4"),
-    ({"sequence_length": 1}, "sequence_length must be a whole number, 0 or at least 2, got 1"),
-    ({"sequence_length": 0}, "reads a corpus and needs sequence_length"),
-    ({"learning_rate": float("nan")}, "got nan; its default is 0.001"),
-    ({"text": "distilled"}, "with distill settings"),
-    (distilled(prompt_tokens=16), "sequence_length above distill.prompt_tokens=16, got 16"),
-    ({"joint": JointSettings(rank=0)}, "joint.rank must be a whole number, at least 1"),
-]
-CONTRADICTIONS = [
-    (schedule(), "phases must be a group of settings, not empty, got {}"),
-    (schedule(**{"a/b": phase()}), "a folder name (without /), got 'a/b'"),
-    (
-        schedule(a=phase(), b=phase(text=""), c=phase(text="")),
-        "add ~schedule.phases.b ~schedule.phases.c",
-    ),
-    (
-        schedule(a=phase(joint=JointSettings()), b=phase(joint=JointSettings(rank=3))),
-        "need the same joint.rank, got [32, 3]",
-    ),
-    (DataSettings(source="jsonl"), ".source=jsonl needs .path, got none"),
-    (DataSettings(source="files", path="a\0b"), "path must be a path or an id"),
-    (DataSettings(source="files", path="ä" * 200), "parts of at most 255 bytes"),
-    (DataSettings(source="files", path="x", patterns=["../*"]), "without ..), got '../*'"),
-    (DataSettings(source="files", path="x", column="\ud800"), "column must be text (printable"),
-    # a mixture reads each source with its own settings
-    *(
-        (mixture(**{name: value}), f"got .{name}={value!r} for the whole; leave it out")
-        for name, value in (("path", "a.jsonl"), ("max_documents", 60), ("ignore", ["x"]))
-    ),
-    (EvaluationSettings(max_new_tokens=2), "needs 3 new tokens at least, got evaluation.max_new"),
-    (
-        EvaluationSettings(mode="offline", temperature=1.0, acceptance="rejection"),
-        "acceptance must be match for evaluation.mode=offline",
-    ),
-]
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps must be a whole number, at least 1, got 0"),
+        ({"batch_size": -4}, "batch_size must be a whole number, at least 1, or auto, got -4"),
+        ({"sequence_length": 1}, "sequence_length must be a whole number, 0 or at least 2, got 1"),
+        ({"sequence_length": 0}, "reads a corpus and needs sequence_length"),
+        ({"learning_rate": float("nan")}, "got nan; its default is 0.001"),
+        ({"loss": "hinge"}, "loss must be one of .*, got 'hinge'"),
+        ({"text": "distilled"}, "with distill settings"),
+        (distilled(prompt_tokens=16), "sequence_length above distill.prompt_tokens=16, got 16"),
+        ({"joint": JointSettings(rank=0)}, "joint.rank must be a whole number, at least 1"),
+    ],
+)
+def test_invalid_phase_is_refused_by_full_name(changes: dict[str, Any], message: str):
+    with pytest.raises(InputError, match=message) as refused:
+        check(schedule(a=phase(**changes)), "schedule")
+    assert "schedule.phases.a" in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("settings", "name", "message"),
+    ("settings", "message"),
     [
-        *(
-            (schedule(a=phase(**changes)), "schedule.phases.a", message)
-            for changes, message in PHASES
+        (schedule(), "phases must be a group of settings, not empty, got {}"),
+        (schedule(**{"a/b": phase()}), "a folder name (without /), got 'a/b'"),
+        (
+            schedule(a=phase(), b=phase(text=""), c=phase(text="")),
+            "add ~schedule.phases.b ~schedule.phases.c",
         ),
-        *((settings, "", text) for settings, text in CONTRADICTIONS),
+        (
+            schedule(a=phase(joint=JointSettings()), b=phase(joint=JointSettings(rank=3))),
+            "need the same joint.rank, got [32, 3]",
+        ),
+        (DataSettings(source="jsonl"), ".source=jsonl needs .path, got none"),
+        (DataSettings(source="files", path="a\0b"), "path must be a path or an id"),
+        (DataSettings(source="files", path="ä" * 200), "parts of at most 255 bytes"),
+        (
+            DataSettings(source="files", path="x", patterns=["../*"]),
+            "without ..), got '../*'",
+        ),
+        (DataSettings(source="files", path="x", column="\ud800"), "column must be text (printable"),
+        # a mixture reads each source with its own settings
+        *(
+            (mixture(**{name: value}), f"got .{name}={value!r} for the whole; leave it out")
+            for name, value in (("path", "a.jsonl"), ("max_documents", 60), ("ignore", ["x"]))
+        ),
+        (
+            EvaluationSettings(max_new_tokens=2),
+            "needs 3 new tokens at least, got evaluation.max_new",
+        ),
+        (
+            EvaluationSettings(mode="offline", temperature=1.0, acceptance="rejection"),
+            "acceptance must be match for evaluation.mode=offline",
+        ),
+        (TreeSettings(kind="static"), "needs .paths, got none"),
     ],
+    ids=str,
 )
-def test_invalid_and_contradictory_settings_are_refused_by_name(
-    settings: Any, name: str, message: str
-):
+def test_contradictions_are_refused(settings: Any, message: str):
     with pytest.raises(InputError) as refused:
-        check(settings, "schedule" if name else "")
-    assert name in str(refused.value)
+        check(settings)
     assert message in str(refused.value)
+
+
+def test_usable_settings_are_accepted():
+    for settings in (mixture(), EvaluationSettings(max_new_tokens=3)):
+        check(settings)

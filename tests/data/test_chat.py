@@ -1,9 +1,9 @@
-"""Conversations through published chat templates; test_template_shapes.py has their masks."""
+"""Conversations through published chat templates: texts of transformers, masks by hand."""
 
 import json
-from collections.abc import Sequence
+from datetime import datetime
 from functools import cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,72 @@ EOS = {"gemma3": "<eos>", "mistral_nemo": "</s>"}
 
 SINGLE = [("user", "Hi?"), ("assistant", "Hello.")]
 MULTI = [*SINGLE, ("user", "More"), ("assistant", "Bye.")]
+SYSTEM = [("system", "Be brief."), *MULTI]
+THINKING = [
+    *(("user", "Hi?"), ("assistant", "<think>\nhm\n</think>\n\nHello.")),
+    *(("user", "More"), ("assistant", "<think>\nha\n</think>\n\nBye.")),
+]
+CALL = {"id": "abcdefghi", "function": {"name": "sun", "arguments": '{"city": "Rome"}'}}
+TOOL = {"type": "function", "function": {"name": "sun", "parameters": {}}}
+CALLING: list[Any] = [
+    {"role": "user", "content": "Sun?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "yes", "tool_call_id": "abcdefghi"},
+    {"role": "assistant", "content": "Sunny."},
+]
+CALLING_IN_TEXT: list[Any] = [
+    CALLING[0],
+    {"role": "assistant", "content": '<|tool_call|>[{"name": "sun"}]'},
+    *CALLING[2:],
+]
+"""Granite's template has no place for calls: it publishes them in the answer's text."""
+
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+SUN = '{"name": "sun", "arguments": {"city": "Rome"}}'
+HM, HA = "<think>\nhm\n</think>\n\nHello.", "<think>\nha\n</think>\n\nBye."
+CASES: dict[str, Any] = {
+    "single": SINGLE, "multi": MULTI, "system": SYSTEM, "thinking": THINKING, "calling": CALLING,
+}  # fmt: skip
+PLAIN = {
+    "single": [["Hello."]],
+    "multi": [["Hello.", "Bye."]],
+    "system": [["Hello.", "Bye."]],
+    "thinking": [[HM, HA]],
+}
+LLAMA_CALL = '{"name": "sun", "parameters": {"city": "Rome"}}'
+NEMO_CALL = f'[TOOL_CALLS][{SUN[:-1]}, "id": "abcdefghi"}}]'
+ANSWERS: dict[str, dict[str, list[list[str]]]] = {
+    "smollm2": PLAIN,
+    # the first answer keeps its thought in a text of its own
+    "qwen3": {
+        "single": [[f"{NO_THOUGHT}Hello."]],
+        "multi": [[f"{NO_THOUGHT}Hello."], [f"{NO_THOUGHT}Bye."]],
+        "system": [[f"{NO_THOUGHT}Hello."], [f"{NO_THOUGHT}Bye."]],
+        "thinking": [[HM], [HA]],
+        "calling": [[f"{NO_THOUGHT}<tool_call>\n{SUN}\n</tool_call>"], [f"{NO_THOUGHT}Sunny."]],
+    },
+    "qwen3_training": {
+        "multi": [[f"{NO_THOUGHT}Hello.", f"{NO_THOUGHT}Bye."]],
+        "thinking": [[HM, HA]],
+    },
+    "llama3_1": PLAIN | {"calling": [[LLAMA_CALL, "Sunny."]]},
+    "llama3_2": PLAIN | {"calling": [[LLAMA_CALL, "Sunny."]]},
+    "granite3_3": PLAIN | {"calling": [['<|tool_call|>[{"name": "sun"}]', "Sunny."]]},
+    # it moves the system prompt to the last question, so the first answer has a text of its own
+    "mistral_nemo": PLAIN | {"system": [["Hello."], ["Bye."]], "calling": [[NEMO_CALL, "Sunny."]]},
+    "gemma3": PLAIN,
+}
+"""What the model writes in each text, without the end of a turn."""
+
+NEMO_SYSTEM = [
+    "<s>[INST]Be brief.\n\nHi?[/INST]Hello.</s>",
+    "<s>[INST]Hi?[/INST]Hello.</s>[INST]Be brief.\n\nMore[/INST]Bye.</s>",
+]
+"""A prompt and its answer; transformers leaves the system prompt out of a whole conversation."""
+
+EXPECTED = [(family, case) for family, cases in ANSWERS.items() for case in cases]
 
 
 @cache
@@ -57,10 +123,22 @@ def tokenizer(family: str) -> PreTrainedTokenizerBase:
     return small_tokenizer
 
 
-def to_messages(turns: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+def to_messages(case: Any) -> list[dict[str, Any]]:
     """Return messages as a row's reader gives them."""
-    rows = [{"role": role, "content": text} for role, text in turns]
+    rows = [
+        {"role": turn[0], "content": turn[1]} if isinstance(turn, tuple) else turn for turn in case
+    ]
     return conversation({"messages": rows}, "a row")["messages"]
+
+
+def messages_of(family: str, case: str) -> list[dict[str, Any]]:
+    is_text = family == "granite3_3" and case == "calling"
+    return to_messages(CALLING_IN_TEXT if is_text else CASES[case])
+
+
+def samples_of(family: str, case: str) -> list[Sample]:
+    tools = [TOOL] if case == "calling" else None
+    return Template(tokenizer(family)).samples(messages_of(family, case), tools)
 
 
 def label_texts(sample: Sample, reader: Any) -> list[str]:
@@ -68,6 +146,38 @@ def label_texts(sample: Sample, reader: Any) -> list[str]:
     pairs = zip(sample.tokens, sample.loss_mask, strict=True)
     runs = groupby(pairs, key=lambda pair: pair[1])
     return [reader.decode([token for token, _ in run]) for is_in, run in runs if is_in]
+
+
+class RenderingDay(datetime):
+    """The day that our templates are rendered on."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return datetime(2024, 7, 26, tzinfo=tz)
+
+
+@pytest.mark.parametrize(("family", "case"), EXPECTED)
+def test_published_templates_count_what_the_model_writes(
+    family: str, case: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", RenderingDay)
+    reader, samples, expected = tokenizer(family), samples_of(family, case), ANSWERS[family][case]
+    end = "<end_of_turn>" if family == "gemma3" else reader.eos_token
+    assert [label_texts(sample, reader) for sample in samples] == [
+        [f"{text}{end}" for text in texts] for texts in expected
+    ]
+    if (family, case) == ("mistral_nemo", "system"):
+        assert [sample.text for sample in samples] == NEMO_SYSTEM
+        return
+    # each text is the conversation up to an answer, as transformers renders it
+    messages = messages_of(family, case)
+    ends = [index for index, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    tools = [TOOL] if case == "calling" else None
+    for sample, size in zip(samples, accumulate(map(len, expected)), strict=True):
+        rendered = {"tools": tools, "conversation": messages[: ends[size - 1]]}
+        assert sample.text == reader.apply_chat_template(**rendered, tokenize=False)
+        ids: Any = reader.apply_chat_template(**rendered, return_dict=False)
+        assert sample.tokens == ids
 
 
 def test_greeting_is_not_an_answer_and_text_after_last_answer_is_dropped():
@@ -163,6 +273,5 @@ def test_prompts_and_generation_markers_decide_the_mask_with_the_end_token(sourc
 
 def test_template_that_calls_the_clock_is_the_same_every_day(monkeypatch: Any):
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", None)
-    for family, day in (("granite3_3", "July 26, 2024"), ("llama3_2", "26 Jul 2024")):
-        (sample,) = Template(tokenizer(family)).samples(to_messages(SINGLE))
-        assert day in sample.text
+    assert "July 26, 2024" in samples_of("granite3_3", "single")[0].text
+    assert "26 Jul 2024" in samples_of("llama3_2", "single")[0].text

@@ -129,32 +129,25 @@ def test_tools_are_read_as_lists_and_as_json(columns: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    "row",
+    "answer",
     [
-        *(
-            {"messages": [HI, {"role": "assistant", **answer}]}
-            for answer in (
-                {"content": "Hello.", "reasoning": "hm"},
-                {"content": "Hello.", "thinking": "hm", "reasoning_content": "hm"},
-                {"content": [{"type": "thinking", "thinking": "hm"}, PART]},
-                {
-                    "content": [
-                        {"type": "reasoning", "text": "hm"},
-                        {"text": "Hel"},
-                        {"text": "lo."},
-                    ]
-                },
-                {"content": [PART | {"type": "output_text"}], "reasoning": [{"text": "hm"}]},
-            )
-        ),
-        *(
-            {"question": "Hi?", name: "hm", "answer": "Hello."}
-            for name in ("reasoning", "thinking", "reasoning_content")
-        ),
+        {"content": "Hello.", "reasoning": "hm"},
+        {"content": "Hello.", "thinking": "hm", "reasoning_content": "hm"},
+        {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Hello."}]},
+        {"content": [{"type": "reasoning", "text": "hm"}, {"text": "Hel"}, {"text": "lo."}]},
+        {"content": [{"type": "output_text", "text": "Hello."}], "reasoning": [{"text": "hm"}]},
     ],
 )
-def test_thoughts_are_kept_apart_from_the_answer(row: dict[str, Any]):
-    messages = conversation(row, LOCATION)["messages"]
+def test_thoughts_are_kept_apart_from_the_answer(answer: dict[str, Any]):
+    messages = read(HI, {"role": "assistant", **answer})
+    assert messages[1] == HELLO | {"reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])
+def test_column_of_thoughts_belongs_to_the_answer(name: str):
+    messages = conversation({"question": "Hi?", name: "hm", "answer": "Hello."}, LOCATION)[
+        "messages"
+    ]
     assert messages == [HI, HELLO | {"reasoning_content": "hm"}]
 
 

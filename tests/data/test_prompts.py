@@ -1,6 +1,9 @@
 """Prompts by name and from files, with and without a chat template."""
 
+import gzip
+import json
 import re
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -25,7 +28,8 @@ from specheads.data.prompts import (
 )
 from specheads.data.sources import split_of
 from tests.data.conftest import CATEGORIES, ENTROPIES, LENGTHS, speed_bench, write_jsonl
-from tests.data.test_sources import TEXTS
+
+TEXTS = [f"document {number}: " + "word " * (number % 7 + 1) for number in range(120)]
 
 
 def ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -60,13 +64,34 @@ ROWS = [
 ]
 
 
-def test_prompt_file_is_read_in_order(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    prompt_set = load_prompts(path, tokenizer, num_prompts=10)
-    assert prompt_set.name == "rows.jsonl"
-    rows = [(prompt.text, prompt.category) for prompt in prompt_set.prompts]
-    assert rows == [("def f(x):", "code"), ("first question", "chat"), ("how many?", "")]
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_prompt_file_is_read_in_order(tokenizer, tmp_path, name):
+    text = "".join(json.dumps(row) + "\n" for row in ROWS)
+    opened = gzip.open if name.endswith("gz") else Path.open
+    with opened(tmp_path / name, "wt") as file:
+        file.write(text)
+    prompt_set = load_prompts(str(tmp_path / name), tokenizer, num_prompts=10)
+    assert prompt_set.name == name
+    assert [prompt.text for prompt in prompt_set.prompts] == [
+        "def f(x):",
+        "first question",
+        "how many?",
+    ]
+    assert [prompt.category for prompt in prompt_set.prompts] == ["code", "chat", ""]
     assert all(prompt.tokens == ids_of(prompt.text, tokenizer) for prompt in prompt_set.prompts)
+
+
+def test_chat_rows_use_the_template(chat_tokenizer, tokenizer, tmp_path):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}, {"turns": ["hi"]}])
+    prompt_set = load_prompts(path, chat_tokenizer, num_prompts=10)
+    assert [prompt.text for prompt in prompt_set.prompts] == [
+        "<system>be brief<user>hello<assistant>",
+        "<user>hi<assistant>",
+    ]
+    assert prompt_set.prompts[0].tokens == ids_of(prompt_set.prompts[0].text, chat_tokenizer)
+    with pytest.raises(ValueError, match=r"need a tokenizer with a chat template"):
+        load_prompts(path, tokenizer, num_prompts=10)
 
 
 @pytest.mark.parametrize(
@@ -129,16 +154,12 @@ def test_unknown_or_empty_prompts_are_refused(tokenizer, tmp_path):
         load_prompts("human", tokenizer, num_prompts=1)
     with pytest.raises(ValueError, match=r"file that exists; got '.*/a.jsonl'"):
         load_prompts(str(tmp_path / "a.jsonl"), tokenizer, num_prompts=1)
-    question = write_jsonl(tmp_path / "q.jsonl", [{"messages": [BE, ASK]}])
-    with pytest.raises(ValueError, match="need a tokenizer with a chat template"):
-        load_prompts(question, tokenizer, num_prompts=10)
     (tmp_path / "b.jsonl").touch()
     with pytest.raises(ValueError, match="holds no row"):
         load_prompts(str(tmp_path / "b.jsonl"), tokenizer, num_prompts=1)
 
 
 U, A = ({"role": role} for role in ("user", "assistant"))
-BE = {"role": "system", "content": "be"}
 ASK, SAY, MORE = U | {"content": "ask"}, A | {"content": "SAY"}, U | {"content": "more"}
 
 
@@ -147,7 +168,6 @@ ASK, SAY, MORE = U | {"content": "ask"}, A | {"content": "SAY"}, U | {"content":
     [
         ({"conversations": [{"from": "human", "value": "ask"}, {"from": "gpt", "value": "SAY"}]},
          "<user>ask<assistant>"),
-        ({"messages": [BE, ASK]}, "<system>be<user>ask<assistant>"),
         ({"messages": [ASK, SAY, MORE, SAY, SAY]}, "<user>ask<assistant>SAY<user>more<assistant>"),
         ({"messages": [SAY, ASK, SAY], "prompt": "ask"}, "<assistant>SAY<user>ask<assistant>"),
         ({"prompt": [ASK], "completion": [SAY]}, "<user>ask<assistant>"),
@@ -164,7 +184,6 @@ def test_prompt_never_holds_its_answer(chat_tokenizer, tmp_path, row, text):
     for path in (write_jsonl(tmp_path / "a.jsonl", [row]), str(tmp_path / "a.parquet")):
         (prompt,) = load_prompts(path, chat_tokenizer, num_prompts=1).prompts
         assert prompt.text == text
-        assert prompt.tokens == ids_of(text, chat_tokenizer)
 
 
 END, PAD = ("<|endoftext|>", 0), ("<|pad|>", 1)

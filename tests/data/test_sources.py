@@ -9,7 +9,7 @@ from datasets import Dataset
 from specheads.config.data import DataSettings
 from specheads.core.errors import InputError
 from specheads.data import files, sources
-from specheads.data.sources import read_split
+from specheads.data.sources import SPLITS, read_split, split_of
 from tests.data.conftest import write_jsonl
 
 TEXTS = [f"document {number}: " + "word " * (number % 7 + 1) for number in range(120)]
@@ -19,6 +19,14 @@ def load(source: str, split: str = "train", seed: int = 0, **choices) -> list[st
     return [
         row["text"] for _, row in read_split(DataSettings(source=source, **choices), split, seed)
     ]
+
+
+def test_splits_are_disjoint_and_complete(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    splits = {split: set(load("jsonl", path=path, split=split)) for split in SPLITS}
+    assert sum(map(len, splits.values())) == len(TEXTS)
+    assert set().union(*splits.values()) == set(TEXTS)
+    assert all(split_of(text) == split for split, texts in splits.items() for text in texts)
 
 
 def test_every_local_source_gives_the_same_split(tmp_path):

@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import cache
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -20,12 +19,12 @@ from transformers import AutoTokenizer
 
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
+from specheads.data.bad_rows import BadRows
 from specheads.data.chat import Sample, Template, turn_end_ids
 from specheads.data.conversations import conversation
 from specheads.data.masks import strip_spaces
 from specheads.decoding.generate import generate
 from specheads.training.distill.prompts import ConversationPrompts
-from tests.data import test_chat
 from tests.data.conftest import BASE
 from tests.data.test_chat import label_texts
 
@@ -111,15 +110,6 @@ def in_llama(calls: Sequence[dict[str, Any]]) -> str:
     return json.dumps({"name": calls[0]["name"], "parameters": calls[0]["arguments"]})
 
 
-def call_id(name: str) -> str:
-    """Return nine letters, as Mistral's template wants."""
-    return f"{name}_of_a_call"[:9]
-
-
-def in_mistral(calls: Sequence[dict[str, Any]]) -> str:
-    return f"[TOOL_CALLS]{json.dumps([call | {'id': call_id(call['name'])} for call in calls])}"
-
-
 def by_glm(generated: Generated) -> str:
     out = f"\n<think>{generated.thought}</think>" + (
         f"\n{generated.content}" if generated.content else ""
@@ -155,12 +145,7 @@ def by_gemma_4(generated: Generated) -> str:
 
 # --- the table ----------------------------------------------------------------------------------
 
-ROLES, CALLS, TWO, SYSTEM = (
-    "roles must alternate",
-    "must write all",
-    "single tool-calls",
-    "no system",
-)
+ROLES, CALLS, TWO, SYSTEM = "roles must alternate", "must write all", "one call", "no system"
 
 
 @dataclass(frozen=True)
@@ -195,6 +180,7 @@ SHAPES = [
         for family in ("deepseekv3", "deepseekv3_training", "deepseekv3-0528")
     ),
     shape("gemma gemma_training", ended("<|end|>"), calls=ROLES, system=SYSTEM),
+    shape("gemma3 gemma3_training", ended("<|end|>"), calls=ROLES),
     # the prompt has an empty channel, and a tool's result is a part of the model's turn
     shape("gemma4", by_gemma_4, eos="<|eos|>"),
     # the header is written again after a tool's result, but not in the prompt
@@ -208,6 +194,7 @@ SHAPES = [
     shape("lfm2 lfm2_training", ended("<|end|>"), calls=CALLS),
     shape("lfm2_2_5", ended("<|end|>", thought="<think>{}</think>", calls=in_python)),
     shape("llama3 llama3_training", ended("<|end|>"), calls=CALLS),
+    shape("llama3_1 llama3_2", ended("<|end|>", calls=in_llama), calls_2=TWO),
     # without a generation prompt, and with a blank after the end
     shape("llava_next llava_next_training", ended("<|end|>", " ", " "), calls=ROLES),
     shape(
@@ -224,6 +211,10 @@ SHAPES = [
     # the markers contain the line break of the header
     shape("qwen2_5 qwen2_5_training", ended("<|end|>", calls=in_json)),
     shape("qwen2_5_vl qwen2_5_vl_training", ended("<|end|>"), calls=CALLS),
+    *(
+        shape(family, ended("<|end|>", "<think>\n\n</think>\n\n", WIDE, in_json))
+        for family in ("qwen3", "qwen3_training")
+    ),
     # two line breaks are one token, which begins in the prompt
     *(
         shape(families, ended("<|end|>", "</think>\n\n", "{}\n</think>\n\n", in_xml))
@@ -239,48 +230,13 @@ SHAPES = [
         ended("<|end|>", calls=in_json),
     ),
 ]
-PUBLISHED = [
-    shape("smollm2", ended("<|im_end|>"), calls=CALLS),
-    # the first answer keeps its thought in a text of its own
-    *(
-        shape(family, ended("<|im_end|>", "<think>\n\n</think>\n\n", WIDE, in_json))
-        for family in ("qwen3", "qwen3_training")
-    ),
-    shape("llama3_1 llama3_2", ended("<|eot_id|>", calls=in_llama), calls_2=TWO),
-    shape("granite3_3", ended("<|end_of_text|>"), calls=CALLS),
-    # it moves the system prompt to the last question, so the first answer has a text of its own
-    shape("mistral_nemo", ended("</s>", calls=in_mistral)),
-    shape("gemma3", ended("<end_of_turn>"), calls=ROLES),
-]
-"""Templates that are published, with their own special tokens."""
-
-FAMILIES = {
-    # families of a shape have one template, with generation markers and without
-    **{
-        family: shape
-        for shape in SHAPES
-        for family in {"_training" in name: name for name in shape.families}.values()
-    },
-    **{family: shape for shape in PUBLISHED for family in shape.families},
-}
-NEMO_SYSTEM = [
-    "<s>[INST]Count.\n\nTwo and two?[/INST]Four.</s>",
-    "<s>[INST]Two and two?[/INST]Four.</s>[INST]Count.\n\nThree?[/INST]Six, I think.</s>",
-]
-"""A prompt and its answer; transformers leaves the system prompt out of a whole conversation."""
+FAMILIES = {family: shape for shape in SHAPES for family in shape.families}
 
 # --- the conversations --------------------------------------------------------------------------
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
-    return {"id": call_id(name), "function": {"name": name, "arguments": arguments}}
-
-
-def result(content: str, name: str) -> dict[str, Any]:
-    return say("tool", content, tool_call_id=call_id(name))
-
-
-TOOLS = [{"type": "function", "function": {"name": "sun", "parameters": {}}}]
+    return {"id": f"call {name}", "function": {"name": name, "arguments": arguments}}
 
 
 def say(role: str, content: str | None, **keys: Any) -> dict[str, Any]:
@@ -304,19 +260,35 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "call": [
         say("user", "Sun?"),
         say("assistant", None, tool_calls=[call("sun", city="Rome")]),
-        result("yes", "sun"),
+        say("tool", "yes", tool_call_id="call sun"),
         answer("Sunny."),
     ],
     "calls": [
         say("user", "Sun and rain?"),
         say("assistant", None, tool_calls=[call("sun", city="Rome"), call("rain", day=2)]),
-        result("yes", "sun"),
-        result("no", "rain"),
+        say("tool", "yes", tool_call_id="call sun"),
+        say("tool", "no", tool_call_id="call rain"),
         answer("Sunny."),
         say("user", "Thanks"),
         answer("Bye."),
     ],
 }
+
+
+def in_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write a conversation as texts of user and assistant in turn, for templates without more."""
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        text = "\n".join(
+            [*([message["content"]] if message["content"] else []), *map(json.dumps, calls)]
+        )
+        role = "assistant" if message["role"] == "assistant" else "user"
+        if out and out[-1]["role"] == role:
+            out[-1]["content"] += f"\n\n{text}"
+        else:
+            out.append(say(role, text))
+    return out
 
 
 @cache
@@ -329,8 +301,6 @@ def reader(source: str, eos: str = "<|end|>") -> Any:
 
 
 def tokenizer_of(family: str) -> Any:
-    if family in test_chat.SPECIAL:
-        return test_chat.tokenizer(family)
     return reader(FAMILIES[family].template(family), FAMILIES[family].eos)
 
 
@@ -339,12 +309,12 @@ def template_of(family: str) -> Template:
     return Template(tokenizer_of(family))
 
 
-def samples(template: Template, messages: list[dict[str, Any]], tools: Any = None) -> list[Sample]:
+def samples(template: Template, messages: list[dict[str, Any]]) -> list[Sample]:
     converted = conversation({"messages": messages}, "line 3")
     with warnings.catch_warnings():
         # some templates leave out thoughts
         warnings.filterwarnings("ignore", ".*leaves out text of a conversation .reasoning")
-        return template.samples(converted["messages"], tools, "line 3")
+        return template.samples(converted["messages"], None, "line 3")
 
 
 def label_spans(sample: Sample) -> Iterator[tuple[int, int]]:
@@ -370,50 +340,34 @@ def generated_texts(family: str, case: str, sizes: list[int]) -> list[str]:
     return out
 
 
-class RenderingDay(datetime):
-    """The day that our templates are rendered on."""
-
-    @classmethod
-    def now(cls, tz: Any = None) -> datetime:
-        return datetime(2024, 7, 26, tzinfo=tz)
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_and_their_ends_are_counted_or_the_row_is_refused(
-    family: str, case: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_answers_and_their_ends_are_counted_or_the_row_is_refused(family: str, case: str):
     shape, template = FAMILIES[family], template_of(family)
     if message := shape.refused.get(case):
         with pytest.raises(InputError, match=message) as caught:
             samples(template, CASES[case])
         assert not any("\ue000" <= letter <= "\ue002" for letter in str(caught.value))
+        # the line says "fix or remove the row", and data.bad_rows=drop removes it
+        samples(template, in_turns(CASES[case]))
+        bad = BadRows()
+        bad.add(caught.value)
+        with pytest.warns(UserWarning, match="1 row of x cannot be used.*left out"):
+            bad.report("x", "drop")
         return
-    # our short templates have no place for tools
-    is_published = family in test_chat.SPECIAL
-    tools = TOOLS if case.startswith("call") and is_published else None
-    found_samples = samples(template, CASES[case], tools)
+    found_samples = samples(template, CASES[case])
     tokenizer = tokenizer_of(family)
     texts = [label_texts(sample, tokenizer) for sample in found_samples]
     assert list(chain(*texts)) == generated_texts(family, case, list(map(len, texts)))
-    if (family, case) == ("mistral_nemo", "system"):
-        assert [sample.text for sample in found_samples] == NEMO_SYSTEM
-        return
     # each text is the conversation up to an answer, as transformers renders it
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", RenderingDay)
     messages = conversation({"messages": CASES[case]}, "a row")["messages"]
     ends = [index for index, message in enumerate(messages, 1) if message["role"] == "assistant"]
     for sample, size in zip(found_samples, accumulate(map(len, texts)), strict=True):
-        history = messages[: ends[size - 1]]
-        assert sample.text == template.renderer.render(history, tools)
-        if is_published:
-            rendered = tokenizer.apply_chat_template(history, tools, tokenize=False)
-            assert sample.text == rendered
-            assert sample.tokens == tokenizer.apply_chat_template(history, tools, return_dict=False)
+        assert sample.text == template.renderer.render(messages[: ends[size - 1]])
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", [shape.families[-1] for shape in [*SHAPES, *PUBLISHED]])
+@pytest.mark.parametrize("family", [shape.families[-1] for shape in SHAPES])
 def test_wrong_mask_is_refused_with_its_text(family: str, case: str):
     template, messages = (
         template_of(family),

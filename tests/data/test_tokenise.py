@@ -16,7 +16,6 @@ from specheads.data.prompts import held_out_prompts
 from specheads.data.sources import SPLITS, read_split, split_of
 from specheads.data.tokenise import UnansweredError, tokenise_corpus
 from tests.data.conftest import BASE, write_jsonl
-from tests.tiny import CHAT
 
 TEXTS = [f"def f_{number}():\n    return {number}\n" * (number % 7 + 1) for number in range(300)]
 
@@ -45,7 +44,6 @@ def test_documents_are_the_tokenizers_ids_with_the_end_token(tokenizer, tmp_path
     for split in SPLITS:
         documents = tokenise_corpus(data, split, tokenizer)
         texts = [row["text"] for _, row in read_split(data, split)]
-        assert {split_of(text) for text in texts} == {split}
         assert len(documents) == len(texts)
         for number, text in enumerate(texts):
             expected = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
@@ -209,9 +207,15 @@ def test_empty_source_of_a_mixture_is_refused(tokenizer, tmp_path):
 # conversations
 
 
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
 @pytest.fixture
 def chat(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "chat_template", CHAT)
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
 
 
 def talk(number: int, answer: str = "no") -> dict:

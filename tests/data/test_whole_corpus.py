@@ -10,6 +10,7 @@ import sqlite3
 import tarfile
 import warnings
 import zipfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -41,61 +42,116 @@ def jsonl(path: Path | str, **settings) -> DataSettings:
 # files of a folder
 
 
-DEEP, HERE = "elsewhere/deep/b.jsonl", "data/b.jsonl"
-LINKS: dict[str, tuple[str, dict[str, str]]] = {
-    "to a folder": (DEEP, {"data/more": "elsewhere"}),
-    "to a parent": ("data/in/b.jsonl", {"data/in/up": "."}),
-    "two to one folder": (DEEP, {"data/more": "elsewhere", "data/again": "elsewhere"}),
-    "to a link": (DEEP, {"first": "elsewhere", "data/second": "first"}),
-    "as in the cache of the Hub": ("data/.blobs/0a1b", {HERE: "data/.blobs/0a1b"}),
-    "second name": (HERE, {"data/latest.jsonl": HERE}),
-    "second name that sorts first": (HERE, {"data/0.jsonl": HERE}),
-    "second name in a folder": (HERE, {"data/in/b.jsonl": HERE}),
-    "second name of a file elsewhere": ("b", {"data/c.jsonl": "b", "data/d.jsonl": "b"}),
-    "name of a second name": (HERE, {"data/0.jsonl": HERE, "data/1.jsonl": "data/0.jsonl"}),
-}
-"""A file, and targets of links."""
+def link_folder_and_file(folder: Path) -> None:
+    (folder / "elsewhere" / "deep").mkdir(parents=True)
+    write_jsonl(folder / "elsewhere" / "deep" / "b.jsonl", ROWS[4:])
+    (folder / "data" / "more").symlink_to(folder / "elsewhere")
 
 
-@pytest.mark.parametrize("case", LINKS)
-def test_links_are_followed_once_and_second_names_are_reported(tmp_path: Path, case: str):
-    second_file, links = LINKS[case]
+def link_to_a_parent(folder: Path) -> None:
+    (folder / "data" / "in").mkdir()
+    write_jsonl(folder / "data" / "in" / "b.jsonl", ROWS[4:])
+    (folder / "data" / "in" / "up").symlink_to(folder)
+
+
+def two_links_to_one_folder(folder: Path) -> None:
+    link_folder_and_file(folder)
+    (folder / "data" / "again").symlink_to(folder / "elsewhere")
+
+
+def link_of_links(folder: Path) -> None:
+    link_folder_and_file(folder)
+    (folder / "data" / "more").rename(folder / "first")
+    (folder / "data" / "second").symlink_to(folder / "first")
+
+
+def files_as_in_the_cache_of_the_hub(folder: Path) -> None:
+    blobs = folder / "data" / ".blobs"
+    blobs.mkdir()
+    write_jsonl(blobs / "0a1b", ROWS[4:])
+    (folder / "data" / "b.jsonl").symlink_to(blobs / "0a1b")
+
+
+@pytest.mark.parametrize("path", ["data", "data/**/*.jsonl", "pattern"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        link_folder_and_file,
+        link_to_a_parent,
+        two_links_to_one_folder,
+        link_of_links,
+        files_as_in_the_cache_of_the_hub,
+    ],
+)
+def test_links_are_followed_once(tmp_path: Path, build: Callable[[Path], None], path: str):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "a.jsonl", ROWS[:4])
+    build(tmp_path)
+    data = jsonl(tmp_path / path)
+    if path == "pattern":
+        data = jsonl(tmp_path / "data", patterns=["**/*.jsonl"])
+    assert sorted(texts(data)) == [row["text"] for row in ROWS]
+
+
+def other_name(folder: Path) -> None:
+    (folder / "latest.jsonl").symlink_to("b.jsonl")
+
+
+def other_name_that_sorts_first(folder: Path) -> None:
+    (folder / "0.jsonl").symlink_to(folder / "b.jsonl")
+
+
+def other_name_in_a_folder(folder: Path) -> None:
+    (folder / "in").mkdir()
+    (folder / "in" / "b.jsonl").symlink_to(folder / "b.jsonl")
+
+
+def two_names_of_one_file_elsewhere(folder: Path) -> None:
+    (folder / "b.jsonl").rename(folder.parent / "b")
+    for name in ("c.jsonl", "d.jsonl"):
+        (folder / name).symlink_to(folder.parent / "b")
+
+
+def name_of_a_name(folder: Path) -> None:
+    other_name(folder)
+    (folder / "newest.jsonl").symlink_to("latest.jsonl")
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        other_name,
+        other_name_that_sorts_first,
+        other_name_in_a_folder,
+        two_names_of_one_file_elsewhere,
+        name_of_a_name,
+    ],
+)
+def test_file_with_two_names_is_read_once_and_named(tmp_path: Path, link: Callable[[Path], None]):
     folder = tmp_path / "data"
-    for name in ("data/a.jsonl", second_file, *links):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
     write_jsonl(folder / "a.jsonl", ROWS[:4])
-    write_jsonl(tmp_path / second_file, ROWS[4:])
-    for link, target in links.items():
-        (tmp_path / link).symlink_to(tmp_path / target)
-    pattern = "**/*.jsonl"
-    for data in (jsonl(folder), jsonl(folder / pattern), jsonl(folder, patterns=[pattern])):
-        assert sorted(texts(data)) == [row["text"] for row in ROWS]
-    if "second name" in case:
-        assert "read by another name" in report_source(jsonl(folder))[1]
+    write_jsonl(folder / "b.jsonl", ROWS[4:])
+    link(folder)
+    assert sorted(texts(jsonl(folder))) == [row["text"] for row in ROWS]
+    assert "read by another name" in report_source(jsonl(folder))[1]
+    assert len(texts(jsonl(folder / "*.jsonl"))) == len(ROWS)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "in/b.jsonl", "in/c.json", "linked.jsonl"])
-@pytest.mark.parametrize("is_locked", [True, False])
-def test_file_that_cannot_be_read_stops_or_is_named(tmp_path, name, is_locked, monkeypatch):
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl", "in/c.jsonl", "in/d.json", "linked.jsonl"])
+def test_locked_file_stops_or_is_named(tmp_path: Path, name: str, monkeypatch):
     (tmp_path / "in").mkdir()
-    write_jsonl(tmp_path / "z.jsonl", ROWS)
-    if is_locked:
-        target = tmp_path / "in" / ".hidden" if name == "linked.jsonl" else tmp_path / name
-        write_jsonl(target, ROWS[:2])
-        # root can read anything
-        monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path / name)
-    elif name == "in/c.json":
-        os.mkfifo(tmp_path / name)
-    if not (tmp_path / name).exists():
-        targets = {"a.jsonl": "nowhere", "in/b.jsonl": "in/b.jsonl", "linked.jsonl": "in/.hidden"}
-        (tmp_path / name).symlink_to(tmp_path / targets[name])
-    reason = "without access " if is_locked else "must be readable, "
-    with pytest.raises(InputError, match=rf"{reason}.*{name}.*data.bad_rows=drop"):
+    for file in ("a.jsonl", "b.jsonl", "in/c.jsonl", "in/d.json"):
+        write_jsonl(tmp_path / file, ROWS[:2])
+    (tmp_path / "linked.jsonl").symlink_to(write_jsonl(tmp_path / "in" / ".hidden", ROWS[:2]))
+    # root can read anything
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path / name)
+    with pytest.raises(InputError, match=rf"without access .*{name}.*data.bad_rows=drop"):
         texts(jsonl(tmp_path))
-    with pytest.warns(UserWarning, match=rf"{name}.*they are left out"):
-        assert len(texts(jsonl(tmp_path, bad_rows="drop"))) == len(ROWS)
+    with pytest.warns(UserWarning, match=rf"without access .*{name}.*they are left out"):
+        assert len(texts(jsonl(tmp_path, bad_rows="drop"))) == 8
     # a pattern that does not reach the file needs no file
-    assert len(texts(jsonl(tmp_path, patterns=["z.*"]))) == len(ROWS)
+    assert texts(jsonl(tmp_path, patterns=["*/*" if "/" not in name else "a.*"]))
 
 
 @pytest.mark.parametrize("content", ["", "\n", " \n\t\n", "\r\n\r\n", "\ufeff"])
@@ -104,7 +160,31 @@ def test_file_without_a_row_is_named(tmp_path: Path, content: str):
     (tmp_path / "part-3.jsonl").write_text(content, encoding="utf-8")
     with pytest.warns(UserWarning, match=r"left out: 1 without a row \(.*part-3.jsonl"):
         assert len(texts(jsonl(tmp_path))) == len(ROWS)
-    assert "leaves out files: 1 without a row" in report_source(jsonl(tmp_path))[1]
+    assert report_source(jsonl(tmp_path))[1].startswith("leaves out files: 1 without a row")
+
+
+def test_report_counts_rows_without_text(tmp_path: Path):
+    write_jsonl(tmp_path / "a.jsonl", [*ROWS, {"text": None}, {"text": ""}, {"text": " \n"}])
+    read, left_out = report_source(jsonl(tmp_path))
+    assert "8 rows of" in read
+    assert left_out == "leaves out rows: 3, without text"
+
+
+@pytest.mark.parametrize("name", ["gone.jsonl", "in/gone.jsonl", "itself.jsonl", "pipe.jsonl"])
+def test_file_that_cannot_be_read_stops_or_is_named(tmp_path: Path, name: str):
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "in").mkdir()
+    if name == "pipe.jsonl":
+        os.mkfifo(tmp_path / name)
+    else:
+        target = tmp_path / (name if name == "itself.jsonl" else "nowhere")
+        (tmp_path / name).symlink_to(target)
+    with pytest.raises(InputError, match=rf"must be readable, .*{name}.*data.bad_rows=drop"):
+        texts(jsonl(tmp_path))
+    with pytest.warns(UserWarning, match=rf"{name}.*they are left out"):
+        assert len(texts(jsonl(tmp_path, bad_rows="drop"))) == len(ROWS)
+    # a pattern that does not reach the file needs no file
+    assert len(texts(jsonl(tmp_path, patterns=["a.*"]))) == len(ROWS)
 
 
 def test_report_names_what_is_read_and_left_out(tmp_path: Path):
@@ -112,17 +192,13 @@ def test_report_names_what_is_read_and_left_out(tmp_path: Path):
     write_jsonl(tmp_path / "set" / ".hidden.jsonl", ROWS)
     (tmp_path / "set" / "README.md").write_text("about")
     write_jsonl(tmp_path / "set" / "b.jsonl", [*ROWS, {"text": 3}])
-    empty_rows = [{"text": text} for text in (None, "", " \n")]
-    write_jsonl(tmp_path / "set" / "c.jsonl", [*ROWS, *empty_rows])
     lines = report_source(DataSettings(source="parquet", path=str(tmp_path / "set")))
     assert "reads 1 files, " in lines[0]
     assert "8 rows of" in lines[0]
-    for phrase in ("2 metadata of datasets", "1 hidden", "3 of other names"):
+    for phrase in ("2 metadata of datasets", "1 hidden", "2 of other names"):
         assert any(phrase in line for line in lines)
-    for name, left_out in (("b", "1, a row must hold text in 'text'"), ("c", "3, without text")):
-        read, *_, last = report_source(jsonl(tmp_path / "set", patterns=[f"{name}.*"]))
-        assert "8 rows of" in read
-        assert last == f"leaves out rows: {left_out}"
+    data = jsonl(tmp_path / "set", patterns=["b.*"])
+    assert report_source(data)[-1] == "leaves out rows: 1, a row must hold text in 'text'"
 
 
 # formats
@@ -224,6 +300,21 @@ def test_other_format_is_named_with_the_way_out(tmp_path: Path, content, message
     with pytest.raises(InputError, match=message) as caught:
         texts(jsonl(file, bad_rows=bad_rows))
     assert str(file) in str(caught.value)
+
+
+def test_remedy_for_csv_and_for_pretty_printed_json_leads_on(tmp_path: Path):
+    Dataset.from_list(ROWS).to_csv(tmp_path / "a.csv")
+    with pytest.raises(InputError, match="to_parquet"):
+        texts(jsonl(tmp_path / "a.csv"))
+    Dataset.from_csv(str(tmp_path / "a.csv"), cache_dir=str(tmp_path)).to_parquet(
+        tmp_path / "a.parquet"
+    )
+    assert texts(jsonl(tmp_path / "a.parquet")) == [row["text"] for row in ROWS]
+    (tmp_path / "b.jsonl").write_text(json.dumps(ROWS[0], indent=2))
+    with pytest.raises(InputError, match="write one object a line"):
+        texts(jsonl(tmp_path / "b.jsonl"))
+    (tmp_path / "b.jsonl").write_text(json.dumps(ROWS[0]))
+    assert len(texts(jsonl(tmp_path / "b.jsonl"))) == 1
 
 
 @pytest.mark.parametrize("data", ["jsonl", "text", "files", "parquet"])
@@ -347,9 +438,15 @@ TURNS = (
 @pytest.mark.parametrize("turn", [1, 3])
 def test_answer_with_the_end_of_the_template_is_learned_with_one(tokenizer, end: str, turn: int):
     tokenizer.chat_template = TURNS
-    roles = ("user", "assistant") * 2
-    contents = ("Hi?", "Yes.", "No?", "No.")
-    messages = [{"role": r, "content": text} for r, text in zip(roles, contents, strict=True)]
+    messages = [
+        {"role": role, "content": text}
+        for role, text in [
+            ("user", "Hi?"),
+            ("assistant", "Yes."),
+            ("user", "No?"),
+            ("assistant", "No."),
+        ]
+    ]
     expected = Template(tokenizer).samples(messages)
     messages[turn]["content"] += end.format(tokenizer.eos_token)
     with warnings.catch_warnings():

@@ -26,16 +26,6 @@ class Markov(Drafter):
         return self.table[tokens], None
 
 
-def paths_of(tree: TokenTree, row: int = 0) -> list[tuple[int, ...]]:
-    """Return the tokens from the root down to each node that is present, the root left out."""
-    paths: dict[int, tuple[int, ...]] = {0: ()}
-    nodes = zip(tree.tokens[row].tolist(), tree.parents[row].tolist(), strict=True)
-    for node, (token, parent) in enumerate(nodes):
-        if parent >= 0:
-            paths[node] = (*paths[parent], token)
-    return [*paths.values()][1:]
-
-
 class Levels(Drafter):
     """Gives the same logits at every node of a level, as Medusa does; column 0 is token `first`."""
 

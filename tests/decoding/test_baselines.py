@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
@@ -24,8 +25,6 @@ from specheads.decoding.suffix_decoding import (
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, join_copied, lookup_tree
 from tests import tiny
-from tests.decoding.markov import paths_of
-from tests.decoding.test_accept import judged_trees
 from tests.slow import slow_except
 
 TREE = policies.Static([(0,), (1,), (0, 0), (1, 0)])
@@ -84,6 +83,9 @@ def test_every_baseline_decodes_the_base_s_text(architecture, name):
     assert out.tokens == [tokens[:14] for tokens in tiny.continuations(architecture)]
 
 
+# --- prompt lookup -----------------------------------------------------------------------------
+
+
 Read = list[tuple[int, int]]
 """A text, each token with the time at which it was read."""
 
@@ -124,7 +126,9 @@ def naive(texts: list[Read], text: Read, copied: int) -> tuple[int, list[int]]:
     copied=st.integers(1, 8),
     shared=st.booleans(),
 )
-def test_suffix_decoding_equals_loops(tokens: list[tuple[int, int]], copied: int, shared: bool):
+def test_suffix_decoding_equals_a_search_by_loops(
+    tokens: list[tuple[int, int]], copied: int, shared: bool
+):
     memory = SuffixAutomaton() if shared else None
     # three texts grow in turns, as the rows of a batch do
     lookups, texts = [LookupText((), memory) for _ in range(3)], [[], [], []]
@@ -187,6 +191,9 @@ def test_a_step_of_prompt_lookup_drafts_the_longest_match_alone():
     assert min(sizes) == 0 < max(sizes)
 
 
+# --- draft models ------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("architecture", "depth"),
     slow_except(
@@ -233,6 +240,9 @@ def test_a_draft_model_with_fewer_padding_rows_reads_every_token_of_the_base(mon
     assert max(map(max, alone)) >= small.vocab_size
     drafter = DraftModel(small, 2, base)
     assert generate(base, drafter, tiny.prompts(), max_new_tokens=20).tokens == alone
+
+
+# --- streaming ---------------------------------------------------------------------------------
 
 
 def test_a_text_beyond_the_context_of_the_draft_model_is_refused():
@@ -292,23 +302,52 @@ def test_a_window_shorter_than_the_copied_text_reads_all_of_it():
     assert out.tokens == generate(tiny.base(), None, prompts, **settings).tokens
 
 
-@given(judged_trees(), st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 6))
-def test_a_grafted_tree_is_the_union_of_the_tree_and_the_copied_path(rows, seed, copied, size):
-    tokens, parents, _ = map(torch.tensor, zip(*rows, strict=True))
-    batch, num_nodes = tokens.shape
+# --- grafting ----------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 6))
+def test_a_grafted_tree_is_the_union_of_the_tree_and_the_copied_path(seed, copied, size):
     generator = torch.Generator().manual_seed(seed)
+    batch, num_nodes = 3, 7
+    tokens, parents = random_trees(batch, num_nodes, generator)
     path = torch.randint(3, (batch, copied), generator=generator)
     ends = torch.randint(copied + 1, (batch, 1), generator=generator)
     path = torch.where(torch.arange(copied) < ends, path, -1)
-    tree = TokenTree(tokens, parents)
-    out = join_copied(tree, path, size)
+    out = join_copied(TokenTree(tokens, parents), path, size)
     plain = TokenTree(out.tokens, out.parents).ancestors()
     present = (out.parents >= 0) | (torch.arange(num_nodes + size) == 0)
-    assert torch.equal(out.ancestors()[present], plain[present])
+    reach = out.ancestors()
+    assert torch.equal(reach[present], plain[present])
     for row in range(batch):
-        old, new = paths_of(tree, row), paths_of(out, row)
+        old = paths(tokens[row].tolist(), parents[row].tolist())
+        new = paths(out.tokens[row].tolist(), out.parents[row].tolist())
         assert len(set(new)) == len(new), "a (parent, token) pair occurs once"
-        tail = tuple(token for token in path[row].tolist() if token >= 0)
-        shared = max((len(p) for p in old if p == tail[: len(p)]), default=0)
-        ends_of_tail = range(1, min(len(tail), shared + size) + 1)
-        assert set(new) == {*old, *(tail[:end] for end in ends_of_tail)}
+        copied_path = [token for token in path[row].tolist() if token >= 0]
+        shared = max(len(p) for p in old if list(p) == copied_path[: len(p)])
+        expected = {
+            tuple(copied_path[:end]) for end in range(min(len(copied_path), shared + size) + 1)
+        }
+        assert set(new) == set(old) | expected
+
+
+def random_trees(batch: int, num_nodes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    rows = []
+    for _ in range(batch):
+        tokens, parents = [0], [-1]
+        while len(tokens) < num_nodes:
+            parent = int(torch.randint(len(tokens), (1,), generator=generator))
+            token = int(torch.randint(3, (1,), generator=generator))
+            if (parent, token) not in zip(parents, tokens, strict=True):
+                tokens.append(token)
+                parents.append(parent)
+        rows.append((tokens, parents))
+    return torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
+
+
+def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    """Return the path to each node that is present."""
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, len(tokens)):
+        if parents[node] >= 0:
+            paths[node] = (*paths[parents[node]], tokens[node])
+    return list(paths.values())

@@ -108,52 +108,52 @@ def test_another_level_is_drafted_if_it_pays(prob, pays):
     assert chains.should_draft_level([0], 1, 0) == pays
 
 
-MEASURED = ForwardCost(fixed=0.03, token=0.0005, context=0.0)
+def follow(followed: FollowedCost, measured: ForwardCost, tokens: int, seconds: float) -> None:
+    followed.follow(tokens, tokens, measured.seconds(tokens, 0), seconds)
 
 
-@pytest.fixture
-def followed() -> FollowedCost:
-    return FollowedCost(0.034, 0.03, 0.0005)
+def corrected(followed: FollowedCost, measured: ForwardCost, tokens: int, shape: int = -1) -> float:
+    return followed.seconds(tokens, shape, measured.seconds(tokens, 0))
 
 
-def follow(followed: FollowedCost, tokens: int, seconds: float) -> None:
-    followed.follow(tokens, tokens, MEASURED.seconds(tokens, 0), seconds)
-
-
-def corrected(followed: FollowedCost, tokens: int, shape: int = -1) -> float:
-    return followed.seconds(tokens, shape, MEASURED.seconds(tokens, 0))
-
-
-def test_cost_follows_a_server_whose_tokens_take_longer(followed):
-    real = replace(MEASURED, token=0.001)
+def test_cost_follows_a_server_whose_tokens_take_longer():
+    measured = ForwardCost(fixed=0.03, token=0.0005, context=0.0)
+    real = replace(measured, token=0.001)
+    followed = FollowedCost(0.034, 0.03, 0.0005)
     for turn in range(200):
         tokens = 8 + 5 * (turn % 7)
-        follow(followed, tokens, real.seconds(tokens, 0))
+        follow(followed, measured, tokens, real.seconds(tokens, 0))
     # also of numbers of tokens that were not run
     for tokens in 7, 16, 45:
         expected = pytest.approx(real.seconds(tokens, 0), rel=0.03)
-        assert corrected(followed, tokens) == expected
+        assert corrected(followed, measured, tokens) == expected
 
 
-def test_cost_of_a_batch_that_never_changes_keeps_the_measured_price_of_a_token(followed):
+def test_cost_of_a_batch_that_never_changes_keeps_the_measured_price_of_a_token():
+    measured = ForwardCost(fixed=0.03, token=0.0005, context=0.0)
+    followed = FollowedCost(0.034, 0.03, 0.0005)
     for _ in range(500):
-        follow(followed, 8, 0.05)
-    assert corrected(followed, 8, shape=8) == pytest.approx(0.05, rel=0.03)
+        follow(followed, measured, 8, 0.05)
+    assert corrected(followed, measured, 8, shape=8) == pytest.approx(0.05, rel=0.03)
     assert followed.slope == pytest.approx(0.0, abs=0.2 * 0.0005)
 
 
-def test_a_step_that_is_seldom_run_is_not_forgotten(followed):
+def test_a_step_that_is_seldom_run_is_not_forgotten():
+    measured = ForwardCost(fixed=0.03, token=0.0005, context=0.0)
+    followed = FollowedCost(0.034, 0.03, 0.0005)
     for turn in range(500):
         tokens, seconds = (8, 0.06) if turn < 3 else (16, 0.07)
-        follow(followed, tokens, seconds)
-    assert corrected(followed, 8, shape=8) == pytest.approx(0.06, rel=0.03)
+        follow(followed, measured, tokens, seconds)
+    assert corrected(followed, measured, 8, shape=8) == pytest.approx(0.06, rel=0.03)
 
 
-def test_a_stalled_step_changes_the_cost_little(followed):
+def test_a_stalled_step_changes_the_cost_little():
+    measured = ForwardCost(fixed=0.03, token=0.0005, context=0.0)
+    followed = FollowedCost(0.034, 0.03, 0.0005)
     for turn in range(100):
-        follow(followed, 8 + turn % 8, MEASURED.seconds(8 + turn % 8, 0))
-    follow(followed, 8, 60.0)
-    assert corrected(followed, 12) == pytest.approx(MEASURED.seconds(12, 0), rel=0.05)
+        follow(followed, measured, 8 + turn % 8, measured.seconds(8 + turn % 8, 0))
+    follow(followed, measured, 8, 60.0)
+    assert corrected(followed, measured, 12) == pytest.approx(measured.seconds(12, 0), rel=0.05)
 
 
 FORWARDS = st.builds(
@@ -203,6 +203,8 @@ def test_free_verification_takes_every_node_and_dear_verification_none():
     assert num_verified(survivals, 2, lambda tokens: tokens)[0] == 0
     assert num_verified([], 2, lambda tokens: tokens) == (0, 1.0)
 
+
+# --- a simulated server --------------------------------------------------------------------------
 
 SERVERS = {
     # seconds of a forward, of a token, and of a drafted level, like those of SmolLM2 on two cores

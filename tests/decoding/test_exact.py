@@ -198,7 +198,9 @@ def test_training_lowers_the_loss(architecture: str, kind: str, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME_KINDS)
 @pytest.mark.parametrize("architecture", tiny.EXPERTS)
-def test_head_of_experts_is_planned_and_exported(architecture: str, kind: str, tmp_path: Path):
+def test_head_of_experts_is_planned_exported_and_loaded(
+    architecture: str, kind: str, tmp_path: Path
+):
     folder = tiny.saved(tmp_path / "base", architecture, num_hidden_layers=7)
     base = FrozenBase.load(folder, dtype="float32", device="cpu")
     # a CPU reads packed documents one by one, and the plan is for masks

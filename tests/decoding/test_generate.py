@@ -68,6 +68,11 @@ def test_a_row_ends_with_its_first_end_of_text_and_others_go_on(depth, monkeypat
     assert out.tokens == expected
     if not depth:
         assert out.forwards == [len(row) - 1 for row in expected]
+
+
+def test_the_end_of_text_can_be_ignored(monkeypatch):
+    expected_tokens = tiny.continuations()
+    monkeypatch.setattr(tiny.base().model.generation_config, "eos_token_id", expected_tokens[0][3])
     assert speculate(stop_at_eos=False).tokens == expected_tokens
 
 

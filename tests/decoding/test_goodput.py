@@ -42,7 +42,7 @@ from tests.tuned import MATCH, tuned
 CHAINS = [(depth, 0) for depth in range(12)]
 
 
-def linear(fixed: float, token: float = 0.0, context: float = 0.0, share: float = 0.1) -> StepCost:
+def linear(fixed: float, token: float, context: float = 0.0, share: float = 0.1) -> StepCost:
     """Return a base's cost, and of one level of drafting that share of it."""
     drafted = ForwardCost(fixed=share * fixed, token=share * token, context=share * context)
     return StepCost(verify=ForwardCost(fixed=fixed, token=token, context=context), draft=drafted)
@@ -110,6 +110,8 @@ def test_averages_follow_acceptance_and_return_to_the_seed_without_observations(
     assert moving.rates == pytest.approx([0.5, 0.5, 0.5], abs=0.02)
 
 
+# --- copied text ---------------------------------------------------------------------------------
+
 FREE, DEAR = linear(1.0, 0.05), linear(1.0, 0.4)
 """A level takes a tenth of the base's forward, 1 + 0.05 a node or 1 + 0.4 a node."""
 
@@ -162,6 +164,9 @@ def test_a_step_gives_the_accepted_levels_of_the_heads_own_tree(path, copied, nu
     step = DecodingStep(path, path, nodes, parents, never, len(copied))
     assert step.num_accepted == num_accepted
     assert step.num_drafted == 2
+
+
+# --- in an engine --------------------------------------------------------------------------------
 
 
 @dataclass

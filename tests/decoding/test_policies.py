@@ -16,7 +16,7 @@ from specheads.core.tree import TokenTree
 from specheads.decoding.trees.policies import Beam, BestFirst, Product, Static, chain
 from specheads.decoding.trees.tuned import fixed_policy
 from specheads.heads.load import load_head
-from tests.decoding.markov import Levels, grow, paths_of
+from tests.decoding.markov import Levels, grow
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MEDUSA_TREES = ("medusa_tree_mc_sim_7b_63", "medusa_tree_vicuna_7b_stage2")
@@ -54,6 +54,15 @@ class Walker(Drafter):
                 law = self.table[row, index].softmax(-1)
                 probs[path] = probs.get(path[:-1], 1.0) * law[path[-1]].item()
         return probs
+
+
+def paths_of(tree: TokenTree, row: int = 0) -> list[tuple[int, ...]]:
+    """Return the tokens from the root down to each node, the root left out."""
+    paths: list[tuple[int, ...]] = [()]
+    nodes = zip(tree.tokens[row, 1:].tolist(), tree.parents[row, 1:].tolist(), strict=True)
+    for token, parent in nodes:
+        paths.append((*paths[parent], token))
+    return paths[1:]
 
 
 @pytest.mark.parametrize("case", MEDUSA_TREES)

@@ -1,6 +1,5 @@
 """Requests with biases, bad words, penalties and constraints: each node by its own prefix."""
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -86,13 +85,8 @@ def expected_scores(
     return scores
 
 
-@functools.cache
-def logits_after(text: tuple[int, ...]) -> Tensor:
-    return toy().model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].double()
-
-
 def base_logits(text: list[int]) -> Tensor:
-    return logits_after(tuple(text))
+    return toy().model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].double()
 
 
 def expected_answer(given: dict[str, Any], prompt: list[int], temperature: float, seed: int) -> Any:
@@ -169,6 +163,9 @@ def test_drafts_do_not_change_the_answer_of_a_request(name, temperature):
         decoding = decode(name, samplings, coupled=turn % 3 > 0, paged=turn % 2 > 0)
         rows = zip(given, PROMPTS * 2, temperatures, range(6), strict=True)
         assert decoding.tokens == [expected_answer(*row) for row in rows]
+
+
+# --- laws ----------------------------------------------------------------------------------------
 
 
 def complete_tree(depth: int) -> tuple[TokenTree, list[tuple[int, ...]]]:
@@ -258,6 +255,9 @@ def test_planted_prefix_of_a_sibling_is_caught(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SamplingState, "_paths", wrong_paths)
     with pytest.raises(AssertionError):
         test_law_of_every_text_is_that_of_its_own_prefix("penalties")
+
+
+# --- drafts and refusals -------------------------------------------------------------------------
 
 
 def test_constraint_reaches_drafts_and_is_called_once_for_a_prefix():

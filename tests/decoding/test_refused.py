@@ -43,6 +43,9 @@ def refused(message: str, make: Callable[[], Any]) -> None:
         make()
 
 
+# --- prompts and settings ------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "prompt",
     [
@@ -137,6 +140,9 @@ def test_a_bad_request_fails_alone(name):
     assert [before.tokens] == answer([PROMPT], max_new_tokens=6)
 
 
+# --- trees ---------------------------------------------------------------------------------------
+
+
 @pytest.fixture
 def built() -> Iterator[Callable[[], int]]:
     """Give what tells how many bytes of objects there have been at once since."""
@@ -196,6 +202,9 @@ def test_guesses_are_counted_among_the_tokens_that_a_head_drafts():
 
 def test_a_tree_with_levels_needs_a_head():
     refused("the head drafts 0", lambda: generate(tiny.base(), None, [[1, 2]], tree=chain(2)))
+
+
+# --- memory --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)

@@ -93,6 +93,9 @@ def test_samples_do_not_depend_on_drafts_or_on_other_rows(dtype):
     assert torch.equal(samples[4:5], alone)
 
 
+# --- the base alone ----------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_base_alone_draws_by_the_noise_of_each_position(name):
     chosen = SETTINGS[name]
@@ -118,6 +121,8 @@ def test_equal_prompts_are_answered_differently_and_again_the_same():
     assert len({*map(tuple, first)}) == 4
     assert not {*map(tuple, first)} & {*map(tuple, other_seed)}
 
+
+# --- sample and match ----------------------------------------------------------------------------
 
 SHAPES: dict[str, Callable[[], policies.TreePolicy]] = {
     "random": RandomTrees,
@@ -215,6 +220,9 @@ def a_draw_for_each_node(
 def test_a_rule_that_is_not_sample_and_match_is_caught(acceptance):
     decoding, alone = match("llama", "static", "contiguous", 7, acceptance)
     assert decoding.tokens != alone.tokens
+
+
+# --- a toy model, counted ------------------------------------------------------------------------
 
 
 class CountingDrafter(Markov):

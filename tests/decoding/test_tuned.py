@@ -1,7 +1,4 @@
-"""tuned.json: read completely or refused in one line, and the default tree it gives.
-
-Calibration turns a head's probabilities into shares of accepted drafts.
-"""
+"""tuned.json: read completely or refused in one line, and the default tree it gives."""
 
 import json
 from dataclasses import replace
@@ -15,12 +12,13 @@ import torch
 
 from specheads.core.errors import InputError
 from specheads.core.files import to_json
-from specheads.decoding.calibration import AcceptanceEstimate, Curve, calibration_error, fit_curve
+from specheads.decoding.calibration import AcceptanceEstimate, Curve, fit_curve
 from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.goodput import Goodput
-from specheads.decoding.sampling import Sampling
+from specheads.decoding.request import Request
+from specheads.decoding.sampling import Sampling, expand_sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.tuned import SwitchingPolicy, Tuned
@@ -42,15 +40,26 @@ def folder(path: Path, kind: str = "eagle3", **content: Any) -> Path:
     return path
 
 
-def test_a_tuned_head_loads_with_what_was_written_without_nonlinear_costs_of_early_files(tmp_path):
+def test_a_tuned_head_loads_with_its_trees(tmp_path):
+    head = load_head(folder(tmp_path), tiny.base())
+    assert head.tuned == tuned()
+
+
+def test_a_calibration_is_read_as_it_was_written(tmp_path):
     generator = np.random.default_rng(0)
     probs = generator.random(400)
     drafts = probs, generator.random(400) < probs
-    acceptance = replace(tuned().acceptance, curves=[fit_curve(*drafts, *drafts), EQUAL])
+    curves = [fit_curve(*drafts, *drafts), EQUAL]
+    acceptance = replace(tuned().acceptance, curves=curves)
+    head = load_head(folder(tmp_path, acceptance=to_json(acceptance)), tiny.base())
+    assert head.tuned == replace(tuned(), acceptance=acceptance)
+
+
+def test_nonlinear_costs_of_early_files_are_ignored_and_trees_stay(tmp_path):
     early = {"several": 0.01, "free": 4, "power": 0.7}
     cost = {name: to_json(FORWARD) | early for name in ("verify", "draft")}
-    written = folder(tmp_path, acceptance=to_json(acceptance), cost=cost)
-    assert load_head(written, tiny.base()).tuned == replace(tuned(), acceptance=acceptance)
+    head = load_head(folder(tmp_path, cost=cost), tiny.base())
+    assert head.tuned == tuned()
 
 
 def test_tuned_file_of_the_published_head():
@@ -109,7 +118,7 @@ def test_decoding_takes_the_tuned_tree_and_any_that_is_named(tmp_path):
         ({"name": "abacus"}, "none", "chain"),
     ],
 )
-def test_trees_of_another_machine_are_used_on_its_device_type(
+def test_trees_tuned_on_another_machine_are_used_on_the_same_device_type(
     tmp_path, changes: dict[str, str], kind: str, expected: str
 ):
     base = tiny.base()
@@ -151,7 +160,6 @@ def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(kind, temp
     base, sampling = tiny.base(), Sampling(temperature=temperature, seed=3)
     head = copy_for_drafting(build_for_base({"kind": kind, "depth": 2}, base), base)
     head.tuned = tuned(tree(copied=5))
-    assert isinstance(Engine(base, head).tree, HybridTree)
     settings: Any = {"max_new_tokens": 40, "sampling": sampling}
     alone, out = (generate(base, drafter, TWICE, **settings) for drafter in (None, head))
     assert out.tokens == alone.tokens
@@ -161,6 +169,15 @@ def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(kind, temp
     assert temperature or any(
         step.path[-1] >= len(step.drafted) - step.num_copied > 0 for step in steps
     )
+    # one by one, joining while others run
+    engine = Engine(base, head, max_batch=2)
+    assert isinstance(engine.tree, HybridTree)
+    streams = [
+        engine.submit(Request(prompt=prompt, max_new_tokens=40, sampling=settings))
+        for prompt, settings in zip(TWICE, expand_sampling(sampling, len(TWICE)), strict=True)
+    ]
+    engine.run()
+    assert [stream.tokens for stream in streams] == alone.tokens
 
 
 def drafts(out: Decoding) -> dict[int, list[int]]:
@@ -196,47 +213,3 @@ def test_an_estimate_takes_the_place_of_the_drafters_own_probability():
     policy = policies.Static([(0,) * length for length in range(1, 6)], "", 0.5, falling)
     out = generate(tiny.base(), tiny.oracle(5), tiny.prompts(), max_new_tokens=9, tree=policy)
     assert {len(step.drafted) for steps in out.steps for step in steps} == {1 + 3}
-
-
-def drafted(truth, count: int = 20_000, seed: int = 0):
-    """Return probabilities of a head, and whether drafts accepted with `truth(p)` were accepted."""
-    generator = np.random.default_rng(seed)
-    probs = generator.beta(0.7, 0.7, count)
-    return probs, generator.random(count) < truth(probs)
-
-
-def sharper(probs):
-    """A temperature of one half, and a bias."""
-    return 2 * probs**2 / (2 * probs**2 + (1 - probs) ** 2)
-
-
-def test_a_fitted_curve_is_calibrated_on_other_drafts():
-    curve = fit_curve(*drafted(sharper), *drafted(sharper, seed=1))
-    assert curve.judged is not None
-    assert curve.judged.error < 0.015
-    assert curve.judged.error_before > 0.08
-    assert sum(curve.judged.counts) == 20_000
-    probs, accepted = drafted(sharper, seed=2)
-    assert calibration_error(curve.at(probs), accepted) < 0.015
-
-
-def test_a_calibration_error_is_the_mean_distance_of_bins():
-    probs = np.array([0.01, 0.05, 0.95, 1.0])
-    # the first bin: |0.06 - 1|, the last: |1.95 - 1|
-    error = calibration_error(probs, np.array([True, False, True, False]))
-    assert error == pytest.approx((0.94 + 0.95) / 4)
-
-
-def test_few_or_equal_drafts_give_a_curve():
-    falling = [0.1] * 20 + [0.9] * 20, [True] * 20 + [False] * 20
-    for probs, accepted in (([0.4], [True]), ([0.4] * 50, [True, False] * 25), falling):
-        texts = np.array(probs), np.array(accepted)
-        assert 0 < fit_curve(*texts, *texts).at(0.4) < 1
-
-
-@pytest.mark.parametrize(
-    ("probs", "accepted"), [([0.1, 0.1], [0.2, 0.3]), ([0.1, 0.2], [0.3, 0.2]), ([0.1], [0.1, 0.2])]
-)
-def test_a_damaged_curve_is_refused(probs, accepted):
-    with pytest.raises(InputError, match="increasing probs"):
-        Curve(probs=probs, accepted=accepted)

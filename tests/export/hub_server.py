@@ -107,8 +107,7 @@ class HubServer:
         patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        for module in ("utils._http", "file_download"):
-            patch.setattr(f"huggingface_hub.{module}.time", SimpleNamespace(sleep=lambda _: None))
+        patch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda _: None))
         patch.setenv("HF_TOKEN", TOKEN)
         # huggingface_hub 2.4 passes files to its client in a deprecated way
         warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)

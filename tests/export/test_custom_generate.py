@@ -430,7 +430,9 @@ def test_code_of_a_repository_passes_on_all_arguments(folder: Path):
         ({"local_files_onli": True}, "local_files_onli"),
     ],
 )
-def test_hub_code_refuses_unsupported_arguments(folder: Path, changes: dict[str, Any], rule: str):
+def test_code_of_a_repository_refuses_unsupported_arguments(
+    folder: Path, changes: dict[str, Any], rule: str
+):
     with pytest.raises(ValueError, match=rule) as caught:
         from_folder(folder, **changes)
     assert "secret" not in str(caught.value)
@@ -456,7 +458,9 @@ def push(hub: HubServer, repo: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_example_of_the_card_works(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_example_of_the_card_works_in_a_clean_environment(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     python = installed(wheel, tmp_path)
     work, empty = tmp_path / "work", tmp_path / "empty"
     work.mkdir()

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -195,7 +194,9 @@ def compare(
         [(*pair, 1) for pair in PAIRS], [(*pair, limit) for pair in PAIRS for limit in (1, None)]
     ),
 )
-def test_export_drafts_as_the_head_and_by_the_oracle(kind, engine, limit, base, texts, tmp_path):
+def test_export_drafts_as_the_head_does_here_and_by_the_oracle(
+    kind, engine, limit, base, texts, tmp_path
+):
     assert {*PAIRS} == {*ORACLES} | {(kind, "vllm") for kind in PLUGIN}
     heads = list(islice(variants(kind, engine, base), limit))
     assert heads
@@ -362,7 +363,9 @@ def edit(folder: Path, **changes) -> None:
         ("dspark", "llama_cpp", {}, {"markov_head_type": "gated"}),
     ],
 )
-def test_oracle_refuses_misread_settings(kind, engine, settings, changes, base, texts, tmp_path):
+def test_oracle_refuses_settings_that_an_engine_would_read_differently(
+    kind, engine, settings, changes, base, texts, tmp_path
+):
     head, text = make(kind, base, **settings), texts[1:2]
     export_head(head, base, engine, tmp_path / "out", text)
     edit(tmp_path / "out", **changes)
@@ -397,7 +400,7 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("kind", "engine", "settings", "message"), UNSUPPORTED)
-def test_unsupported_head_names_other_engines(
+def test_unsupported_head_is_refused_with_engines_that_support_it(
     kind, engine, settings, message, base, texts, tmp_path
 ):
     head = make(kind, base, **settings)
@@ -435,24 +438,35 @@ def test_dspark_is_refused_for_a_base_that_scales_its_logits(engine):
 
 
 @pytest.mark.parametrize(
-    ("kind", "aux_layers", "refusal"),
+    ("kind", "aux_layers", "is_right"),
     [
-        ("deepseek_v3", [2, 3, 5], None),
-        ("deepseek_v3", [3, 4, 5], r"begin with 2, here with 3; engines that can: .*vllm$"),
-        ("llama", [3, 4, 5], None),
+        ("deepseek_v3", [2, 3, 5], True),
+        ("deepseek_v3", [3, 4, 5], False),
+        ("llama", [3, 4, 5], True),
     ],
 )
-def test_layers_of_a_base_that_sglang_would_misread_are_refused(kind, aux_layers, refusal):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7, "vocab_size": 61}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
-    if kind == "deepseek_v3":
-        sizes |= {"q_lora_rank": 8, "kv_lora_rank": 8, "moe_intermediate_size": 16, "n_group": 1}
-        sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "topk_group": 1}
-    config = AutoConfig.for_model(kind, **sizes)
+def test_layers_of_a_base_that_sglang_would_misread_are_refused(kind, aux_layers, is_right):
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "moe_intermediate_size": 16, "n_group": 1}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "topk_group": 1}
+    config = AutoConfig.for_model(
+        kind,
+        **(sizes if kind == "deepseek_v3" else {}),
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_hidden_layers=7,
+        vocab_size=61,
+    )
     base = FrozenBase(AutoModelForCausalLM.from_config(config, dtype=torch.float32), name=kind)
     head = make("eagle3", base, aux_layers=aux_layers)
-    with pytest.raises(ValueError, match=refusal) if refusal else nullcontext():
+    if is_right:
         find_layout(head, base, "sglang")
+    else:
+        with pytest.raises(
+            ValueError, match=r"begin with 2, here with 3; engines that can: .*vllm$"
+        ):
+            find_layout(head, base, "sglang")
 
 
 @pytest.mark.parametrize(
@@ -469,7 +483,9 @@ def test_layers_of_a_base_that_sglang_would_misread_are_refused(kind, aux_layers
         ("eagle3", "speculators", {"num_layers": 2, "full_layers": [1]}, False),
     ],
 )
-def test_a_window_is_exported_and_read(kind, engine, settings, by_oracle, base, texts, tmp_path):
+def test_a_window_is_exported_and_read_back(
+    kind, engine, settings, by_oracle, base, texts, tmp_path
+):
     head, out = make(kind, base, sliding_window=5, **settings), tmp_path / "out"
     _, parity = export_head(head, base, engine, out, texts)
     assert parity.largest_difference < 1e-5
@@ -492,6 +508,27 @@ def test_a_window_is_exported_and_read(kind, engine, settings, by_oracle, base, 
         (out / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match="logits at depth"):
             compare(expected, out, engine, head, base, texts)
+
+
+def test_dflash_for_vllm_has_modelopt_s_settings(base, texts, tmp_path):
+    settings = {"sliding_window": 6, "window_counts_slots": True, "attention_sink": True}
+    head, out = make("dflash", base, num_layers=2, **settings), tmp_path / "out"
+    export_head(head, base, "vllm", out, texts)
+    config = json.loads((out / "config.json").read_text())
+    assert config["dflash_config"] == {
+        "target_layer_ids": [layer - 1 for layer in head.aux_layers],
+        "mask_token_id": head.mask_token,
+        "use_swa": True,
+        "swa_window_size": 6,
+        "causal": False,
+        "attention_sink_bias": True,
+    }
+    assert (config["layer_types"], config["sliding_window"]) == (["full_attention"] * 2, 6)
+    sinks = load_file(out / "model.safetensors")["layers.1.self_attn.attention_sink_bias"]
+    assert torch.equal(sinks, head.state_dict()["layers.1.self_attn.attention_sink_bias"])
+    again = load_export(out, head, base).config
+    for name in (*settings, "causal"):
+        assert getattr(again, name) == getattr(head.config, name)
 
 
 def test_unknown_engine_lists_valid_engines():
@@ -582,7 +619,9 @@ MASKS, ANCHOR = {"sample_from_anchor": False}, {"sample_from_anchor": True}
         ("domino", "sglang", {}, SHALLOW, "-algorithm DFLASH .*-num-draft-tokens 3$"),
     ],
 )
-def test_serving_command_has_the_number_of_drafts(kind, engine, settings, tuned, pattern, base):
+def test_serving_command_drafts_the_right_number_of_tokens(
+    kind, engine, settings, tuned, pattern, base
+):
     head = make(kind, base, **settings)
     head.tuned = tuned and made_up(tuned)
     assert re.search(pattern, command(head, base, engine))
@@ -604,7 +643,7 @@ def command(head: Head, base: FrozenBase, engine: str) -> str:
         ("mlp_speculator", "tgi", "3  # it loads the base's main, and the head is for v2"),
     ],
 )
-def test_serving_command_names_another_revision_than_main(
+def test_serving_command_names_a_base_revision_other_than_main(
     kind, engine, component, base, monkeypatch
 ):
     head = make(kind, base)

@@ -257,7 +257,9 @@ def test_dry_run_lists_every_file_without_a_request(publish, server, capsys, mon
     [(False, False), (True, True)],
     ids=["requests to a new repository", "replies after an earlier push"],
 )
-def test_interrupted_upload_leaves_old_or_new_content(loses_replies, earlier, files, server):
+def test_interrupted_upload_leaves_the_old_or_the_new_content(
+    loses_replies, earlier, files, server
+):
     after = {name: blob.data for name, blob in blobs(files).items()}
     older = blobs(files) | {"model.safetensors": Blob(b"of an earlier push", large=True)}
     before = {name: blob.data for name, blob in older.items()} if earlier else {}
@@ -322,13 +324,6 @@ def test_variables_are_secret_by_whole_words(name, value, is_secret, publish, mo
         publish(**settings)
 
 
-def others_pushed(server: HubServer, files: dict[str, bytes]) -> None:
-    """Commit files that are not of specheads."""
-    repository = server.repositories.setdefault(REPO, Repository(private=False))
-    before = repository.commits.get(repository.head, {})
-    repository.commit(before | {path: Blob(data, large=False) for path, data in files.items()})
-
-
 FOREIGN = [
     *("README.md", "config.json", "results.json", "training.json"),
     *("custom_generate/generate.py", "custom_generate/requirements.txt"),
@@ -341,7 +336,11 @@ FOREIGN = [
 def test_text_of_others_is_replaced_only_if_asked(path, is_ours, publish, server):
     if is_ours:
         publish()
-    others_pushed(server, {path: b"by hand"})
+    else:
+        server.repositories[REPO] = Repository(private=False)
+    repository = server.repositories[REPO]
+    before = repository.commits[repository.head] if is_ours else {}
+    repository.commit(before | {path: Blob(b"by hand", large=False)})
     message = refusal(publish)
     assert f"{REPO} holds {path}" in message
     assert "overwrite=true" in message
@@ -427,9 +426,10 @@ MISTAKES: dict[str, tuple[dict[str, str], str]] = {
 @pytest.mark.parametrize("training", [None, b"{}", b'{"args": 1}', b"[]", b"text"])
 def test_results_of_another_project_stay(training, publish, server, run):
     shutil.rmtree(run.report)
+    repository = server.repositories[REPO] = Repository(private=False)
     others = {"results.json": b"others", "tuned.json": b"others"}
     others |= {"training.json": training} if training else {}
-    others_pushed(server, others)
+    repository.commit({path: Blob(data, large=False) for path, data in others.items()})
     if training:
         assert f"{REPO} holds training.json" in refusal(publish)
         assert server.files(REPO) == others
@@ -443,13 +443,23 @@ def test_results_of_another_project_stay(training, publish, server, run):
 def test_results_that_were_edited_are_removed_only_if_asked(path, publish, server, run):
     (run.head / "tuned.json").write_text(dumps(made_up()))
     publish()
-    others_pushed(server, {path: b"by hand"})
+    repository = server.repositories[REPO]
+    edited = {path: Blob(b"by hand", large=False)}
+    repository.commit(repository.commits[repository.head] | edited)
     (run.head / "tuned.json").unlink()
     shutil.rmtree(run.report)
     assert f"{REPO} holds {path}" in refusal(publish)
     assert server.files(REPO)[path] == b"by hand"
     publish(overwrite=True)
     assert path not in server.files(REPO)
+
+
+def test_weights_of_another_project_with_a_training_json_stay(publish, server):
+    repository = server.repositories[REPO] = Repository(private=False)
+    others = {"training.json": b'{"epochs": 3}', "model.safetensors": b"others"}
+    repository.commit({path: Blob(data, large=False) for path, data in others.items()})
+    assert "a repository of its own" in refusal(publish, overwrite=True)
+    assert server.files(REPO) == others
 
 
 def test_card_that_was_edited_is_kept(run, base):
@@ -474,17 +484,12 @@ def test_wrong_setting_uploads_nothing(mistake, publish, server):
     assert server.files(settings.get("repo", REPO)) == {}
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["model.safetensors"],
-        ["model-00001-of-00002.safetensors"],
-        ["model.safetensors", "training.json"],
-    ],
-)
-def test_weights_of_another_project_stay(names, publish, server):
-    others = dict.fromkeys(names, b'{"epochs": 3}')
-    others_pushed(server, others)
-    for overwrite in (False, True):
-        assert "a repository of its own" in refusal(publish, overwrite=overwrite)
-    assert server.files(REPO) == others
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
+def test_repository_of_another_model_is_refused(name, publish, server):
+    api = huggingface_hub.HfApi()
+    api.create_repo(REPO)
+    weights = huggingface_hub.CommitOperationAdd(name, b"others")
+    api.create_commit(REPO, [weights], commit_message="Another model")
+    before = server.files(REPO)
+    assert "a repository of its own" in refusal(publish)
+    assert server.files(REPO) == before

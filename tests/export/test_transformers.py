@@ -25,7 +25,7 @@ from specheads.measure.offline import guess_ranks
 from tests import tiny
 from tests.export.trained import train_head
 
-NEW_TOKENS = 32
+NEW_TOKENS = 40
 DEPTH = 3
 SHAPE = {"attention_heads": 4, "key_value_heads": 2, "head_dim": 8, "inner_dim": 48}
 MELLUM: dict[str, Any] = {
@@ -151,7 +151,9 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("dtype", "shard"), [(torch.bfloat16, "1GB"), (torch.float32, "100KB")])
-def test_a_trained_module_is_in_a_copy_of_its_base(dtype, shard, tmp_path, decode_with_counts):
+def test_a_trained_module_is_written_back_into_a_copy_of_its_base(
+    dtype, shard, tmp_path, decode_with_counts
+):
     folder, out = tmp_path / "base", tmp_path / "out"
     base = based(folder, dtype, shard)
     (folder / "chat").mkdir()

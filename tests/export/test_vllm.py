@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,20 @@ from safetensors.torch import load_file, save_file
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
+from specheads.core.features import Committed
+from specheads.core.files import dumps
 from specheads.decoding.calibration import Curve
+from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.tuned import FILE, Machine
 from specheads.export.layouts.vllm import HEAD_VARIABLE, PLUGIN, PROPOSER
+from specheads.export.vllm_adapter import COST_FILE, ServingCost
 from specheads.export.write import export_head
 from specheads.heads.load import build_for_base
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks, replay
-from tests import tiny
+from tests import tiny, tuned
 from tests.decoding.test_noise import FAR, chi_square
-from tests.export.test_vllm_plugin import cost, drafted, tune
 from tests.export.trained import (
     BASE,
     DEPTH,
@@ -203,8 +208,17 @@ def test_plugin_serves_a_native_kind_from_its_own_folder(kind, tmp_path):
 def budgeted(folder: Path, out: Path, token: float) -> Path:
     """Return a copy of an export with a calibration and with the cost of a verified token."""
     shutil.copytree(folder, out)
+    machine = Machine.of(torch.device("cpu"), torch.float32)
     curve = Curve(probs=[0.0, 0.5, 1.0], accepted=[0.02, 0.6, 0.98])
-    tune(out, cost(1.0, token, 0.01), [curve] * DEPTH, dtype=torch.float32)
+    measured = tuned.tuned(machine=machine)
+    rates = replace(measured.acceptance, per_depth=[0.5] * DEPTH, curves=[curve] * DEPTH)
+    (out / FILE).write_text(dumps(replace(measured, acceptance=rates)))
+    spent = StepCost(
+        verify=ForwardCost(fixed=1.0, token=token, context=0.0),
+        draft=ForwardCost(fixed=0.01, token=0.0, context=0.0),
+    )
+    served = ServingCost(engine="vLLM", machine=machine, cost=spent, cost_error={})
+    (out / COST_FILE).write_text(dumps(served))
     return out
 
 
@@ -218,7 +232,7 @@ def test_budget_cuts_drafts_and_keeps_the_text(kind, export, tmp_path):
     lengths = {len(draft) for _, draft in answer["drafts"]}
     assert len(lengths) > 1
     for text, draft in answer["drafts"]:
-        assert draft == drafted(head(kind), text, base())[: len(draft)]
+        assert draft == drafted(kind, text)[: len(draft)]
     counters, full_counts = answer["counters"], engine_counts(kind)
     accepted, offered = "spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"
     assert counters[offered] < full_counts[offered]
@@ -384,6 +398,17 @@ def test_serving_benchmark_counts_equal_its_replay(tmp_path):
         assert row["speedup"]["interval"][0] <= row["speedup"]["ratio"]
 
 
+def drafted(kind: str, text: list[int]) -> list[int]:
+    """Return the chain that our own head drafts after a text."""
+    features = base().read(torch.tensor([text[:-1]]))
+    count = torch.tensor([len(text) - 1])
+    memory = head(kind).memory(1, len(text) + DEPTH)
+    tree = policies.chain(DEPTH).grow(
+        head(kind), Committed(features, torch.tensor([text[1:]]), count), memory
+    )
+    return tree.tokens[0, 1:].tolist()
+
+
 @pytest.mark.parametrize("kind", ["hydra_heads", "mlp_speculator"])
 def test_drafts_do_not_depend_on_chunks_shared_prefixes_or_preemption(kind, export):
     # chunks of at most 24 positions, and 9 blocks of 32; each text needs 3 blocks
@@ -395,7 +420,7 @@ def test_drafts_do_not_depend_on_chunks_shared_prefixes_or_preemption(kind, expo
     assert answer["counters"]["prefix_cache_hits"] > 0
     assert len(answer["drafts"]) > len(prompts())
     for text, draft in answer["drafts"]:
-        assert draft == drafted(head(kind), text, base())
+        assert draft == drafted(kind, text)
 
 
 def decision(index: int) -> float:

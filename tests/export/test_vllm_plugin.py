@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.features import Committed
 from specheads.core.files import dumps
@@ -165,40 +164,22 @@ def cache(*specs: Any) -> Any:
     return SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=groups)
 
 
-@pytest.fixture
-def propose(prepared, tmp_path, monkeypatch) -> Callable[..., vllm.Proposer]:
-    """Return a function that gives the plug-in a head, and returns the proposer before it loads."""
-    del prepared
-
-    def make_proposer(head: Head, **changes: Any) -> vllm.Proposer:
-        head.save_pretrained(tmp_path)
-        monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
-        vllm.register()
-        return vllm.Proposer(config(**changes))
-
-    return make_proposer
-
-
-@pytest.fixture
-def serve(prepared, propose) -> Callable[[Head], Runner]:
-    """Return a function that returns a runner with a head."""
-
-    def start(head: Head) -> Runner:
-        proposer = propose(head)
-        runner = prepared(proposer)
-        runner.drafter.load_model(model := target())
-        runner._setup_eagle3_aux_hidden_state_outputs()
-        assert runner.use_aux_hidden_state_outputs == bool(head.aux_layers)  # pyright: ignore
-        assert model.aux_layers == head.aux_layers
-        runner.initialize_kv_cache(cache(FullAttentionSpec(block_size=BLOCK)))
-        return runner
-
-    return start
+def serve(prepared: type[Runner], head: Head, folder: Any, monkeypatch: Any) -> Runner:
+    head.save_pretrained(folder)
+    monkeypatch.setenv(HEAD_VARIABLE, str(folder))
+    vllm.register()
+    runner = prepared(vllm.Proposer(config()))
+    runner.drafter.load_model(model := target())
+    runner._setup_eagle3_aux_hidden_state_outputs()
+    assert runner.use_aux_hidden_state_outputs == bool(head.aux_layers)  # pyright: ignore
+    assert model.aux_layers == head.aux_layers
+    runner.initialize_kv_cache(cache(FullAttentionSpec(block_size=BLOCK)))
+    return runner
 
 
-def drafted(head: Head, text: list[int], base: FrozenBase | None = None) -> list[int]:
+def drafted(head: Head, text: list[int]) -> list[int]:
     """Return the chain that a head drafts after a text, without an engine."""
-    features = (base or tiny.base()).read(torch.tensor([text[:-1]]), head.aux_layers)
+    features = tiny.base().read(torch.tensor([text[:-1]]), head.aux_layers)
     memory, count = head.memory(1, len(text) + DEPTH), torch.tensor([len(text) - 1])
     tree = policies.chain(DEPTH).grow(
         head, Committed(features, torch.tensor([text[1:]]), count), memory
@@ -245,9 +226,11 @@ def forward(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_do_not_depend_on_chunks_preemption_or_batching(kind, serve):
+def test_drafts_do_not_depend_on_chunks_preemption_or_batching(
+    kind, prepared, tmp_path, monkeypatch
+):
     head = build(kind, **KINDS[kind])
-    runner = serve(head)
+    runner = serve(prepared, head, tmp_path, monkeypatch)
     texts = [
         [5, 9, 2, 44, 8, 17, 3, 30, 21, 6, 11, 60],
         [7, 1, 33, 12, 50, 4, 28, 19, 2, 9, 40, 13],
@@ -266,9 +249,9 @@ def test_drafts_do_not_depend_on_chunks_preemption_or_batching(kind, serve):
     ]
 
 
-def test_prefix_cache_is_shared_between_requests(serve):
+def test_prefix_cache_is_shared_between_requests(prepared, tmp_path, monkeypatch):
     head = build("hydra_heads", attention_heads=4)
-    runner = serve(head)
+    runner = serve(prepared, head, tmp_path, monkeypatch)
     text = [5, 9, 2, 44, 8, 17, 3, 30, 21, 6]
     forward(runner, [text, text], [(0, 9, 0, 10), (0, 1, 0, 1)])
     table = runner.input_batch.block_table[0].get_device_tensor(2)
@@ -277,11 +260,11 @@ def test_prefix_cache_is_shared_between_requests(serve):
     assert drafts[1] == drafted(head, text)
 
 
-def test_padding_is_written_to_the_null_slot(serve):
+def test_padding_is_written_to_the_null_slot(prepared, tmp_path, monkeypatch):
     # b reads its third position in a batch that is four wide because of a, and b does not own
     # its second block yet
     head = build("hydra_heads", attention_heads=4)
-    runner = serve(head)
+    runner = serve(prepared, head, tmp_path, monkeypatch)
     texts = [[5, 9, 2, 44, 8, 17, 3, 30, 21, 6, 11, 60, 13], [7, 1, 33, 12, 50]]
     forward(runner, texts, [(0, 8, 0, 9), (0, 3, 0, 4)])
     table = runner.input_batch.block_table[0].get_device_tensor(2)
@@ -307,16 +290,16 @@ def test_register_does_nothing_without_a_head(prepared, monkeypatch):
         vllm.Proposer(config())
 
 
-def test_request_at_the_end_of_its_context_does_not_stop_drafting(serve):
-    runner = serve(build("redrafter"))
+def test_request_at_the_end_of_its_context_does_not_stop_drafting(prepared, tmp_path, monkeypatch):
+    runner = serve(prepared, build("redrafter"), tmp_path, monkeypatch)
     assert runner._input_fits_in_drafter(None)
     runner.drafter = None  # pyright: ignore[reportAttributeAccessIssue]
     assert not runner._input_fits_in_drafter(None)
 
 
-def test_projection_has_the_logit_scale_of_the_base(serve):
+def test_projection_has_the_logit_scale_of_the_base(prepared, tmp_path, monkeypatch):
     head = build("medusa", projection="low_rank", rank=4)
-    runner = serve(head)
+    runner = serve(prepared, head, tmp_path, monkeypatch)
     runner.drafter.config.model_config.hf_text_config.logits_scaling = 4.0
     runner.drafter.load_model(target())
     served = runner.drafter.head
@@ -326,9 +309,9 @@ def test_projection_has_the_logit_scale_of_the_base(serve):
     torch.testing.assert_close(served.logits(state, 0), head.logits(state, 0))
 
 
-def test_projection_has_the_bias_of_the_base(serve):
+def test_projection_has_the_bias_of_the_base(prepared, tmp_path, monkeypatch):
     head, bias = build("medusa", projection="shared"), torch.randn(tiny.VOCAB).double()
-    runner, model = serve(head), target()
+    runner, model = serve(prepared, head, tmp_path, monkeypatch), target()
     model[1].bias = nn.Parameter(torch.cat([bias, torch.zeros(3)]))
     runner.drafter.load_model(model)
     state = torch.randn(1, 32, dtype=torch.float64)
@@ -343,64 +326,77 @@ def test_projection_has_the_bias_of_the_base(serve):
         ({}, [SimpleNamespace(block_size=4)], "full attention"),
     ],
 )
-def test_head_with_a_cache_refuses_unsupported_vllm_caches(changes, specs, message, serve):
-    runner = serve(build("hydra_heads", attention_heads=4))
+def test_head_with_a_cache_refuses_unsupported_vllm_caches(
+    changes, specs, message, prepared, tmp_path, monkeypatch
+):
+    runner = serve(prepared, build("hydra_heads", attention_heads=4), tmp_path, monkeypatch)
     vars(runner.drafter.config).update(changes)
     with pytest.raises(ValueError, match=message):
         runner.initialize_kv_cache(cache(*specs))
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "num_drafted", "message"),
+    ("head", "num_drafted", "message"),
     [
-        ("dflash", {"attention_heads": 4, "mask_token": 1}, DEPTH, "drafts blocks"),
-        ("eagle3", {"aux_layers": [0, 1, 2]}, DEPTH, "which vLLM does not return"),
-        ("medusa", {}, DEPTH + 1, f"at most {DEPTH}"),
+        (("dflash", {"attention_heads": 4, "mask_token": 1}), DEPTH, "drafts blocks"),
+        (("eagle3", {"aux_layers": [0, 1, 2]}), DEPTH, "which vLLM does not return"),
+        (("medusa", {}), DEPTH + 1, f"at most {DEPTH}"),
     ],
 )
-def test_unsupported_head_is_refused(kind, settings, num_drafted, message, propose):
-    head, drafts = build(kind, **settings), SimpleNamespace(num_speculative_tokens=num_drafted)
+@pytest.mark.usefixtures("prepared")
+def test_unsupported_head_is_refused(head, num_drafted, message, tmp_path, monkeypatch):
+    kind, settings = head
+    build(kind, **settings).save_pretrained(tmp_path)
+    monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
+    vllm.register()
+    speculative_config = SimpleNamespace(num_speculative_tokens=num_drafted)
     with pytest.raises(ValueError, match=message):
-        propose(head, speculative_config=drafts).load_model(nn.ModuleList(target()))
+        vllm.Proposer(config(speculative_config=speculative_config)).load_model(
+            nn.ModuleList(target())
+        )
 
 
-def without_norm(model: Any) -> None:
+@pytest.mark.usefixtures("prepared")
+def test_model_whose_states_lack_the_final_norm_is_refused(tmp_path, monkeypatch):
+    build("medusa").save_pretrained(tmp_path)
+    monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
+    vllm.register()
+    model = target()
     model.__class__ = type("MiMoForCausalLM", (Target,), {})
+    with pytest.raises(ValueError, match="before it for MiMoForCausalLM; serve another base"):
+        vllm.Proposer(config()).load_model(model)
 
 
-def packed(model: Any) -> None:
-    """Give the head a qweight only, as GPTQ does."""
-    del model[1].weight
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_base_with_a_quantised_lm_head_is_refused(packed, tmp_path, monkeypatch):
+    build("medusa").save_pretrained(tmp_path)
+    monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
+    vllm.register()
+    model: Any = target()
+    if packed:
+        # GPTQ has a qweight instead
+        del model[1].weight
+    else:
+        model[1].weight = nn.Parameter(model[1].weight.to(torch.float8_e4m3fn), False)
+    with pytest.raises(ValueError, match="this base has a quantised one"):
+        vllm.Proposer(config()).load_model(model)
 
 
-def in_8_bits(model: Any) -> None:
-    model[1].weight = nn.Parameter(model[1].weight.to(torch.float8_e4m3fn), False)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (without_norm, "before it for MiMoForCausalLM; serve another base"),
-        (packed, "this base has a quantised one"),
-        (in_8_bits, "this base has a quantised one"),
-    ],
-)
-def test_unsupported_base_is_refused(change, message, propose):
-    change(model := target())
-    with pytest.raises(ValueError, match=message):
-        propose(build("medusa")).load_model(model)
-
-
-def test_base_with_other_weights_is_refused_unless_forced(propose, monkeypatch):
+@pytest.mark.usefixtures("prepared")
+def test_base_with_other_weights_is_refused_unless_forced(tmp_path, monkeypatch):
     base = tiny.base()
     head = load.build_for_base({"kind": "mlp_speculator", "depth": DEPTH}, base)
-    for served in (target(), target().bfloat16()):
-        propose(head).load_model(served)
+    head.save_pretrained(tmp_path)
+    monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
+    vllm.register()
+    vllm.Proposer(config()).load_model(target())
+    vllm.Proposer(config()).load_model(target().bfloat16())
     sibling = nn.ModuleList([Embedding(base.embedding), LMHead(base.projection.weight * 1.01)])
     with pytest.raises(ValueError, match="a head fits the weights it was trained on: those are"):
-        propose(head).load_model(sibling)
+        vllm.Proposer(config()).load_model(sibling)
     monkeypatch.setenv(FORCE_VARIABLE, "true")
-    propose(head).load_model(sibling)
+    vllm.Proposer(config()).load_model(sibling)
 
 
 def test_names_in_exports_can_be_imported():
@@ -444,37 +440,41 @@ def tune(
     (folder / vllm_adapter.COST_FILE).write_text(dumps(served))
 
 
-@pytest.fixture
-def budgeted(serve, tmp_path) -> Callable[..., tuple[Runner, Head]]:
-    """Return a function that serves a head with these measurements."""
+def budgeted(
+    prepared: type[Runner],
+    folder: Any,
+    monkeypatch: Any,
+    *measurements: Any,
+    kind: str = "redrafter",
+) -> tuple[Runner, Head]:
+    tune(folder, *measurements)
+    head = build(kind, **KINDS[kind])
+    return serve(prepared, head, folder, monkeypatch), head
 
-    def start(*measurements: Any, kind: str = "redrafter") -> tuple[Runner, Head]:
-        tune(tmp_path, *measurements)
-        head = build(kind, **KINDS[kind])
-        return serve(head), head
 
-    return start
-
-
-def test_head_does_not_run_if_a_verified_token_costs_as_much_as_a_step(budgeted, monkeypatch):
-    runner, _ = budgeted(cost(0.0, 1.0), [SURE] * DEPTH)
+def test_head_does_not_run_if_a_verified_token_costs_as_much_as_a_step(
+    prepared, tmp_path, monkeypatch
+):
+    runner, _ = budgeted(prepared, tmp_path, monkeypatch, cost(0.0, 1.0), [SURE] * DEPTH)
     assert forward(runner, TEXTS, [(0, 6, 0, 7), (0, 6, 0, 7)]) == [[], []]
     # the first step has shown that drafts do not pay
     monkeypatch.setattr(runner.drafter.head, "begin", None)
     assert forward(runner, TEXTS, [(6, 1, 0, 8), (6, 1, 0, 8)]) == [[], []]
 
 
-def test_whole_chains_are_drafted_if_verification_is_free(budgeted):
-    runner, head = budgeted(cost(1.0, 0.0), [SURE] * DEPTH)
+def test_whole_chains_are_drafted_if_verification_is_free(prepared, tmp_path, monkeypatch):
+    runner, head = budgeted(prepared, tmp_path, monkeypatch, cost(1.0, 0.0), [SURE] * DEPTH)
     drafts = forward(runner, TEXTS, [(0, 6, 0, 7), (0, 6, 0, 7)])
     assert drafts == [drafted(head, text[:7]) for text in TEXTS]
 
 
 @pytest.mark.parametrize("first", [(0, 6, 0, 7), (0, 4, 0, 4)], ids=["drafts", "reads its prompt"])
-def test_drafting_stops_below_a_token_that_is_seldom_accepted(first, budgeted, monkeypatch):
+def test_drafting_stops_below_a_token_that_is_seldom_accepted(
+    first, prepared, tmp_path, monkeypatch
+):
     # after the second token nothing more pays
     measurements = cost(1.0, 0.3, 0.01), [SURE, UNSURE, SURE], [0.9] * DEPTH
-    runner, head = budgeted(*measurements)
+    runner, head = budgeted(prepared, tmp_path, monkeypatch, *measurements)
     calls = []
     extend = runner.drafter.head.extend
     monkeypatch.setattr(
@@ -493,10 +493,10 @@ def make_faster(runner: Runner) -> None:
     runner.drafter.budget._batches.clear()
 
 
-@pytest.fixture
-def unread(budgeted) -> tuple[Runner, Head]:
+def with_unread(prepared: type[Runner], folder: Any, monkeypatch: Any) -> tuple[Runner, Head]:
     """Serve both texts without drafts; the head has not read the last position of either."""
-    runner, head = budgeted(cost(0.0, 1.0), [SURE] * DEPTH, kind="eagle_gru")
+    measurements = cost(0.0, 1.0), [SURE] * DEPTH
+    runner, head = budgeted(prepared, folder, monkeypatch, *measurements, kind="eagle_gru")
     forward(runner, TEXTS, [(0, 4, 0, 5), (0, 5, 0, 6)])
     forward(runner, TEXTS, [(4, 1, 0, 6), (5, 1, 0, 7)])
     assert set(runner.drafter.unread.spans) == {"a", "b"}
@@ -504,9 +504,11 @@ def unread(budgeted) -> tuple[Runner, Head]:
 
 
 @pytest.mark.parametrize("kind", ["hydra_heads", "eagle_gru", "eagle3", "mtp"])
-def test_positions_are_read_by_blocks_while_nothing_is_drafted(kind, budgeted, monkeypatch):
+def test_positions_are_read_once_a_block_is_full_while_nothing_is_drafted(
+    kind, prepared, tmp_path, monkeypatch
+):
     measurements = cost(0.0, 1.0), [SURE] * DEPTH
-    runner, head = budgeted(*measurements, kind=kind)
+    runner, head = budgeted(prepared, tmp_path, monkeypatch, *measurements, kind=kind)
     assert forward(runner, TEXTS, [(0, 4, 0, 5), (0, 5, 0, 6)]) == [[], []]
     served, counts = runner.drafter.head, list[list[int]]()
     store_committed = served.store_committed
@@ -527,8 +529,10 @@ def test_positions_are_read_by_blocks_while_nothing_is_drafted(kind, budgeted, m
     assert not runner.drafter.unread.spans
 
 
-def test_unread_positions_of_preempted_and_finished_requests_are_dropped(unread):
-    runner, head = unread
+def test_unread_positions_of_preempted_and_finished_requests_are_dropped(
+    prepared, tmp_path, monkeypatch
+):
+    runner, head = with_unread(prepared, tmp_path, monkeypatch)
     # b left, and a new request has its row
     runner.input_batch.req_ids[1] = "c"
     new = [TEXTS[0], TEXTS[1][::-1]]
@@ -538,8 +542,10 @@ def test_unread_positions_of_preempted_and_finished_requests_are_dropped(unread)
     assert not runner.drafter.unread.spans
 
 
-def test_a_request_that_waits_for_its_turn_keeps_its_unread_positions(unread):
-    runner, head = unread
+def test_a_request_that_waits_for_its_turn_keeps_its_unread_positions(
+    prepared, tmp_path, monkeypatch
+):
+    runner, head = with_unread(prepared, tmp_path, monkeypatch)
     # the engine runs only the second request, which has the second row of the block table
     batch, table = runner.input_batch, runner.input_batch.block_table[0].get_device_tensor(2)
     batch.req_ids, saved_table = ["b"], table.clone()
@@ -552,9 +558,9 @@ def test_a_request_that_waits_for_its_turn_keeps_its_unread_positions(unread):
     assert drafts == [drafted(head, TEXTS[0][:7]), drafted(head, TEXTS[1][:9])]
 
 
-def test_times_of_steps_without_prompts_are_followed(budgeted, monkeypatch):
+def test_times_of_steps_without_prompts_are_followed(prepared, tmp_path, monkeypatch):
     measurements = cost(1.0, 0.0), [SURE] * DEPTH
-    runner, _ = budgeted(*measurements)
+    runner, _ = budgeted(prepared, tmp_path, monkeypatch, *measurements)
     budget, noted, drafting = runner.drafter.budget, [], []
     assert budget is not None
     clock = iter(range(100))
@@ -578,14 +584,20 @@ def test_times_of_steps_without_prompts_are_followed(budgeted, monkeypatch):
     assert len(noted) == len(drafting) == 1
 
 
-@pytest.mark.parametrize("absent", [FILE, vllm_adapter.COST_FILE, None])
-def test_every_draft_is_made_without_measurements_of_this_machine(absent, serve, tmp_path, caplog):
-    dtype = torch.float64 if absent else torch.bfloat16
-    tune(tmp_path, cost(0.0, 1.0), [SURE] * DEPTH, dtype=dtype)
-    if absent:
-        (tmp_path / absent).unlink()
-    runner = serve(build("redrafter"))
+@pytest.mark.parametrize("absent", [FILE, vllm_adapter.COST_FILE])
+def test_every_request_gets_all_drafts_without_a_calibration_or_a_cost(
+    absent, prepared, tmp_path, monkeypatch
+):
+    tune(tmp_path, cost(0.0, 1.0), [SURE] * DEPTH)
+    (tmp_path / absent).unlink()
+    runner = serve(prepared, build("redrafter"), tmp_path, monkeypatch)
     assert runner.drafter.budget is None
     drafts = forward(runner, TEXTS, [(0, 6, 0, 7), (0, 6, 0, 7)])
     assert [len(chain) for chain in drafts] == [DEPTH, DEPTH]
-    assert absent or "measure again with specheads tune engine=vllm" in caplog.text
+
+
+def test_cost_of_another_machine_is_not_used_and_logged(prepared, tmp_path, monkeypatch, caplog):
+    tune(tmp_path, cost(0.0, 1.0), [SURE] * DEPTH, dtype=torch.bfloat16)
+    runner = serve(prepared, build("redrafter"), tmp_path, monkeypatch)
+    assert runner.drafter.budget is None
+    assert "measure again with specheads tune engine=vllm" in caplog.text

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from specheads.measure import report
-from tests.measure.test_measure import HISTORY, LEARNING
+from tests.measure.test_measure import HISTORY
 from tests.measure.texts import hybrid, nasty, results_of
 
 pytestmark = pytest.mark.browser
@@ -35,8 +35,13 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [
+        {"step": step, "phase": "corpus", "tokens": 32 * step, "hours": step / 100}
+        | {"validation/loss": 60 / step, "validation/accept/depth_0": step / 60}
+        for step in (20, 40, 60)
+    ]
     results = results_of(*hybrid()[2], nasty())
-    return report.write_report(tmp_path_factory.mktemp("report"), results, [*HISTORY, *LEARNING])
+    return report.write_report(tmp_path_factory.mktemp("report"), results, [*HISTORY, *rows])
 
 
 @pytest.fixture(scope="module")

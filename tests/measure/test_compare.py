@@ -121,7 +121,9 @@ TRANSFORMERS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformers_writes_the_same_text(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_transformers_writes_the_same_text_and_is_counted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     method, base = TRANSFORMERS[name], tiny.base()
     generation = GenerationSettings(max_new_tokens=12, batch_size=2)
     decoded = method.decode(base, tiny.prompts(), generation)

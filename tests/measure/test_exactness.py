@@ -1,6 +1,5 @@
 """Text that differs from the base's own is a tie in rounding, or wrong."""
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -16,20 +15,15 @@ from tests import tiny
 from tests.core.test_exact_attention import exact_base
 from tests.oracle import Oracle
 
-LAWS = {"greedy": Sampling(), "drawn": Sampling(temperature=1.0, seed=3)}
+WARM = Sampling(temperature=1.0, seed=3)
 
 
-@functools.cache
-def texts_of_the_base(dtype: torch.dtype, law: str = "greedy") -> list[list[int]]:
-    generation = GenerationSettings(max_new_tokens=12, sampling=LAWS[law])
-    return continue_prompts(tiny.base(dtype=dtype), tiny.prompts(), generation)
-
-
-def compare(base: FrozenBase, texts: list[list[int]], law: str = "greedy"):
+def compare(base: FrozenBase, texts: list[list[int]], sampling: Sampling = Sampling()):  # noqa: B008
     """Return the base's texts, and these compared with them; no texts compare its own."""
-    base_texts = texts_of_the_base(base.dtype, law)
+    generation = GenerationSettings(max_new_tokens=12, sampling=sampling)
+    base_texts = continue_prompts(base, tiny.prompts(), generation)
     rows = zip(tiny.prompts(), texts or base_texts, base_texts, strict=True)
-    return base_texts, compare_texts(base, list(rows), LAWS[law])
+    return base_texts, compare_texts(base, list(rows), sampling)
 
 
 def change_token(texts: list[list[int]]) -> list[list[int]]:
@@ -52,18 +46,20 @@ def test_same_text_is_identical_and_no_text_has_no_verdict():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("law", LAWS)
-def test_another_token_is_wrong_in_every_dtype(dtype, law):
-    texts = change_token(texts_of_the_base(dtype, law))
-    _, section = compare(tiny.base(dtype=dtype), texts, law)
+@pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "drawn"])
+def test_another_token_is_wrong_in_every_dtype(dtype, sampling):
+    base = tiny.base(dtype=dtype)
+    base_texts, _ = compare(base, [], sampling)
+    _, section = compare(base, change_token(base_texts), sampling)
     assert (section.verdict, section.wrong, section.tied) == ("wrong", 1, 0)
     assert (section.compared, section.identical) == (3, 2)
     assert (section.first_divergence_ulps or 0) > 4 * (section.rounding_ulps or 0)
 
 
 def test_gap_is_the_difference_of_the_two_logits():
-    base, texts = tiny.base(), change_token(texts_of_the_base(torch.float64))
-    base_texts, section = compare(base, texts)
+    base, (base_texts, _) = tiny.base(), compare(tiny.base(), [])
+    texts = change_token(base_texts)
+    _, section = compare(base, texts)
     logits = logits_after(base, tiny.prompts()[1] + base_texts[1][:6])
     gap = (logits[base_texts[1][6]] - logits[texts[1][6]]).item()
     assert section.first_divergence_logit_gap == pytest.approx(gap)
@@ -75,9 +71,10 @@ def test_gap_is_the_difference_of_the_two_logits():
 
 def test_tokens_within_rounding_are_a_tie():
     base = tiny.base(dtype=torch.float32)
-    base_texts = texts_of_the_base(base.dtype)
-    after = logits_after(base, tiny.prompts()[0] + base_texts[0][:4])
-    best, second = after.topk(2).indices.tolist()
+    base_texts, _ = compare(base, [])
+    best, second = (
+        logits_after(base, tiny.prompts()[0] + base_texts[0][:4]).topk(2).indices.tolist()
+    )
     assert best == base_texts[0][4]
     texts = [list(text) for text in base_texts]
     texts[0][4] = second
@@ -95,14 +92,14 @@ def test_tokens_within_rounding_are_a_tie():
 
 
 def test_truncated_text_is_wrong():
-    texts = texts_of_the_base(torch.float64)
-    _, section = compare(tiny.base(), [text[:5] for text in texts])
+    base_texts, _ = compare(tiny.base(), [])
+    _, section = compare(tiny.base(), [text[:5] for text in base_texts])
     assert (section.verdict, section.wrong) == ("wrong", 3)
 
 
 def test_bfloat16_text_differs_only_at_ties():
     base = tiny.base(dtype=torch.bfloat16)
-    generation = GenerationSettings(max_new_tokens=24, tree=policies.chain(3))
+    generation = GenerationSettings(max_new_tokens=40, tree=policies.chain(3))
     texts = BaseTexts(tiny.prompts(), continue_prompts(base, tiny.prompts(), generation))
     _, section, _ = measure_online(base, tiny.oracle(3), texts, generation)
     assert section.wrong == 0
@@ -111,8 +108,9 @@ def test_bfloat16_text_differs_only_at_ties():
 
 def test_texts_parted_by_rounding_are_decoded_again_with_exact_sums():
     base, prompts = exact_base(exact=False), tiny.prompts()
-    tree = policies.Static(((0,), (1,), (0, 0)), "tree")
-    generation = GenerationSettings(max_new_tokens=12, tree=tree)
+    generation = GenerationSettings(
+        max_new_tokens=30, tree=policies.Static(((0,), (1,), (0, 0)), "tree")
+    )
     alone = continue_prompts(base, prompts, generation)
     texts = [prompt + text for prompt, text in zip(prompts, alone, strict=True)]
     oracle = Oracle(texts, 2, tiny.VOCAB)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specheads.core.errors import InputError
-from specheads.decoding.cost import StepCost
+from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.goodput import Goodput, MovingRates, RequestRates
 from specheads.heads.load import build_for_base
 from specheads.measure.simulate import (
@@ -26,9 +26,13 @@ from specheads.measure.simulate import (
     summarise_load,
 )
 from tests import tiny
-from tests.decoding.test_goodput import linear
 
 RATES = [0.8, 0.7, 0.6, 0.5]
+
+
+def linear(fixed: float, token: float = 0.0, context: float = 0.0, share: float = 0.1) -> StepCost:
+    drafted = ForwardCost(fixed=share * fixed, token=share * token, context=share * context)
+    return StepCost(verify=ForwardCost(fixed=fixed, token=token, context=context), draft=drafted)
 
 
 def run(
@@ -121,6 +125,9 @@ def test_recorded_arrivals_are_read_and_errors_name_the_line(tmp_path: Path):
         file.write_text(json.dumps(invalid))
         with pytest.raises(InputError, match=r"_tokens in line 1 of .* must be a whole number"):
             read_arrivals(file)
+
+
+# --- machines that one does not have -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "medusa"])

@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -47,20 +46,16 @@ def test_texts_equal_the_base_alone_and_have_drafted_and_copied_tokens():
         assert kinds == {"base", "drafted", "copied"}
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
-    """Return the folder of a report, and its results."""
-    folder, results = tmp_path_factory.mktemp("report"), results_of(nasty(), *hybrid()[2])
-    report.write_report(folder, results, HISTORY)
-    return folder, results
-
-
-def test_texts_round_trip_through_their_own_file(written: tuple[Path, Results]):
-    folder, results = written
-    stored = json.loads((folder / "texts.json").read_text())
+def test_texts_round_trip_through_their_own_file(tmp_path):
+    results = results_of(nasty(), *hybrid()[2])
+    page = report.write_report(tmp_path, results, [])
+    stored = json.loads((tmp_path / "texts.json").read_text())
     assert stored == {"schema": 1, "texts": [asdict(text) for text in results.texts]}
-    assert "texts" not in json.loads((folder / "results.json").read_text())
-    assert read_results(Results, folder / "results.json") == replace(results, texts=[])
+    assert "texts" not in json.loads((tmp_path / "results.json").read_text())
+    stored = read_results(Results, tmp_path / "results.json")
+    assert stored is not None
+    assert stored == replace(results, texts=[])
+    assert page.is_file()
 
 
 class Reader(HTMLParser):
@@ -92,8 +87,10 @@ class Reader(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def page(written: tuple[Path, Results]) -> str:
-    return (written[0] / "report.html").read_text(encoding="utf-8")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("report")
+    results = results_of(nasty(), *hybrid()[2])
+    return report.write_report(folder, results, HISTORY).read_text(encoding="utf-8")
 
 
 def test_token_text_cannot_add_elements_or_scripts(page: str):

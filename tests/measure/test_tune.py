@@ -1,7 +1,4 @@
-"""Costs are recovered, and the chosen tree follows from costs and acceptance.
-
-The best tree of a size equals Sequoia's values and exhaustive search.
-"""
+"""Costs are recovered, and the chosen tree follows from costs and acceptance."""
 
 import functools
 import json
@@ -9,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise, product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +39,6 @@ from specheads.measure.step_times import (
 )
 from specheads.measure.tune_trees import (
     Trace,
-    TuningTexts,
-    best_paths,
     best_stop,
     candidate_trees,
     fit_estimate,
@@ -291,15 +285,17 @@ def prompts(rows: list[list[int]] | None = None, sources: str = "") -> list[Prom
     return [Prompt(row, "", "", name) for row, name in zip(rows, names, strict=True)]
 
 
-@functools.cache
-def habit_texts(noise: float, sources: str) -> TuningTexts:
-    return write_texts(tiny.base(), Habit(noise), prompts(sources=sources), 30, SHORT)
-
-
-def tune_habit(noise: float, *, quick: bool = True, max_nodes: int = 16, sources: str = ""):
+def tune_habit(
+    noise: float,
+    *,
+    quick: bool = True,
+    max_nodes: int = 16,
+    sources: str = "",
+):
     """Return the choice for a head with this noise: more noise, fewer right drafts."""
-    texts = habit_texts(noise, sources)
-    return tuning.Tuner(tiny.base(), Habit(noise), SHORT, max_nodes, quick).tune([texts], [1])
+    base, head = tiny.base(), Habit(noise)
+    texts = write_texts(base, head, prompts(sources=sources), 30, SHORT)
+    return tuning.Tuner(base, head, SHORT, max_nodes, quick).tune([texts], [1])
 
 
 def test_intervals_are_over_sources_and_trees_respect_max_nodes(machine):
@@ -399,7 +395,9 @@ def test_texts_of_one_source_either_build_or_judge_trees():
 # --- what an evaluation asks for ----------------------------------------------------------------
 
 
-def test_evaluation_tunes_a_tree_for_its_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_evaluation_chooses_a_tree_for_its_own_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     calls: list[tuple[Any, ...]] = []
 
     def tune_texts(tuner, texts, batches):
@@ -412,7 +410,6 @@ def test_evaluation_tunes_a_tree_for_its_settings(monkeypatch: pytest.MonkeyPatc
         return planted(tuned_tree(kind="none"))
 
     monkeypatch.setattr(tuning.Tuner, "tune", tune_texts)
-    monkeypatch.setattr(tuning, "TUNING_TOKENS", 4)
     rows = [json.dumps({"text": f"value_{number} = left + right\n" * 9}) for number in range(9)]
     (tmp_path / "text.jsonl").write_text("\n".join(rows), encoding="utf-8")
     base, head = tiny_code()
@@ -441,63 +438,3 @@ def test_base_alone_is_chosen_if_nothing_pays(machine):
     assert [tree.kind for tree in measured.trees] == ["none"]
     assert [row.tree for row in measured.tried if row.chosen] == ["none"]
     assert measured.trees[0].policy() is policies.NOTHING
-
-
-RATES = (0.6, 0.2, 0.1, 0.05)
-
-
-def expected_tokens(paths, rates):
-    return 1.0 + sum(prod(rates[rank] for rank in path) for path in paths)
-
-
-def is_closed(paths):
-    nodes = {(), *paths}
-    return len(nodes) == len(paths) + 1 and all(path[:-1] in nodes for path in paths)
-
-
-def every_tree(size, depth, width):
-    """Yield all rank trees of a size: sets of paths that contain every prefix."""
-    trees = {frozenset()}
-    for _ in range(size - 1):
-        trees = {
-            tree | {(*parent, rank)}
-            for tree in trees
-            for parent in [(), *tree]
-            for rank in range(width)
-            if len(parent) < depth and (*parent, rank) not in tree
-        }
-    return trees
-
-
-@pytest.mark.parametrize(
-    ("size", "levels", "value"),
-    [(1, 3, 1.0), (2, 3, 1.6), (3, 3, 1.96), (4, 3, 2.16), (5, 3, 2.28), (8, 4, 2.716),
-     (16, 5, 3.2748), (64, 10, 4.420118)],
-)  # fmt: skip
-def test_values_are_those_of_sequoias_dynamic_programme(size, levels, value):
-    paths = best_paths({}, RATES, size, levels - 1)
-    assert len(paths) == size - 1
-    assert is_closed(paths)
-    assert expected_tokens(paths, RATES) == pytest.approx(value, abs=1e-6)
-
-
-@pytest.mark.parametrize("size", range(1, 8))
-def test_best_tree_equals_exhaustive_search(size):
-    generator = random.Random(size)
-    for width, depth in ((2, 4), (3, 2)):
-        # in any order
-        rates = [generator.random() / width for _ in range(width)]
-        trees = every_tree(size, depth, width)
-        paths = best_paths({}, rates, size, depth)
-        if trees:
-            best = max(expected_tokens(tree, rates) for tree in trees)
-            assert expected_tokens(paths, rates) == pytest.approx(best, rel=1e-12)
-        assert is_closed(paths)
-
-
-def test_followed_paths_precede_rates():
-    shares = {(0,): 0.5, (1,): 0.1, (1, 1): 0.09}
-    assert best_paths(shares, (0.6, 0.4), 4, 2) == [(0,), (1,), (1, 1)]
-    paths = best_paths(shares, (0.6, 0.4), 7, 2)
-    assert is_closed(paths)
-    assert len(paths) == 6

@@ -57,6 +57,7 @@ def test_hostile_config_is_refused_in_one_line(attack, tmp_path, monkeypatch):
     assert message in str(refused.value)
     assert "hunter2" not in str(refused.value)
     assert str(tmp_path / "config.yaml") in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_missing_undecodable_and_linked_files_are_refused(tmp_path: Path):

@@ -25,12 +25,20 @@ def test_finished_run_is_never_overwritten(tmp_path: Path):
     assert before == {file: file.read_bytes() for file in run.path.rglob("*") if file.is_file()}
 
 
+def test_unfinished_run_resumes_with_its_own_settings_and_base(tmp_path: Path):
+    run = RunDirectory(tmp_path / "run")
+    run.begin("a: 1\n", {"base_fingerprint": "f"})
+    run.begin("a: 1\n", {"base_fingerprint": "f"})
+    with pytest.raises(ValueError, match="own settings: a was 1, now 2; choose another name="):
+        run.begin("a: 2\n", {"base_fingerprint": "f"})
+    with pytest.raises(ValueError, match="same base fingerprint: it was f, now g"):
+        run.begin("a: 1\n", {"base_fingerprint": "g"})
+
+
 @pytest.mark.parametrize("fact", ["base_fingerprint", "base_config", "data"])
-def test_unfinished_run_resumes_with_its_own_settings_and_facts(fact: str, tmp_path: Path):
+def test_unfinished_run_resumes_with_the_same_facts(fact: str, tmp_path: Path):
     run, facts = RunDirectory(tmp_path / "run"), {"base_fingerprint": "f", "data": "d"}
     run.begin("a: 1\n", facts)
-    with pytest.raises(ValueError, match="own settings: a was 1, now 2; choose another name="):
-        run.begin("a: 2\n", facts)
     # a run of an earlier version has fewer facts
     run.begin("a: 1\n", {"base_config": "c", **facts})
     run.provenance.write_text(as_json(read_json(run.provenance) | {"base_config": "c"}))
@@ -67,8 +75,9 @@ def test_damaged_provenance_is_refused_by_name(damage: str, tmp_path: Path):
     run.begin("a: 1\n", {})
     run.provenance.write_bytes(PROVENANCES[damage])
     for act in (lambda: run.begin("a: 1\n", {}), lambda: run.refuse_unfinished("evaluated")):
-        with pytest.raises(InputError, match=r"provenance\.json"):
+        with pytest.raises(InputError, match=r"provenance\.json") as refused:
             act()
+        assert len(str(refused.value).splitlines()) == 1
 
 
 def test_provenance_outside_the_folder_is_refused(tmp_path: Path):

@@ -62,7 +62,9 @@ def test_an_ablation_is_the_recipe_but_for_what_it_names(script: ModuleType, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=[f"{file.parent.name}/{file.stem}" for file in FILES])
-def test_every_file_of_variants_composes(script: ModuleType, monkeypatch: Any, file: Path):
+def test_every_file_of_variants_asks_for_settings_that_exist(
+    script: ModuleType, monkeypatch: Any, file: Path
+):
     monkeypatch.setattr(script, "find_spec", lambda _: file)
     options = script._parse([str(file)])
     plan = script.read_plan(options)

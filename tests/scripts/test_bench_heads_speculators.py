@@ -109,7 +109,9 @@ def test_it_trains_the_logits_that_our_head_of_the_same_weights_trains(
 
 
 @with_speculators
-def test_a_step_descends_our_loss_of_the_same_labels(script: ModuleType, tmp_path: Path):
+def test_a_step_descends_the_loss_that_ours_has_of_the_same_labels(
+    script: ModuleType, tmp_path: Path
+):
     source = script.opened(begun(tmp_path))
     trainer, chosen = script.made(source, [])
     head = randomised(trainer.model, tmp_path / "theirs", source.base).train()

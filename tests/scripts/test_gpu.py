@@ -58,7 +58,9 @@ def test_missing_cuda_device_is_refused_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_stage_over_its_time_is_stopped_with_its_children(script: ModuleType, tmp_path: Path):
+def test_stage_that_runs_over_its_time_is_stopped_with_its_children(
+    script: ModuleType, tmp_path: Path
+):
     words = ["--out", str(tmp_path), "--device", "cpu", "--tiny", "--model", "-"]
     options = script._parse(words)
     assert not script._stage_process("smollm2", options, 0.1)

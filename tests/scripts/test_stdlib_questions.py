@@ -53,7 +53,9 @@ def test_questions_do_not_show_the_answer(script: ModuleType):
     assert "return total" not in start
 
 
-def test_function_in_two_files_is_used_once(script: ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_function_in_two_files_is_used_once_and_never_across_splits(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
     def rows_with(split_of: Callable[[str], str]) -> list[dict]:
         monkeypatch.setattr(script, "split_of", split_of)
         return question_rows(script, CODE, CODE + "# more\n")
@@ -65,7 +67,9 @@ def test_function_in_two_files_is_used_once(script: ModuleType, monkeypatch: pyt
     assert [row["category"] for row in rows] == ["module"]
 
 
-def test_quickstart_reads_its_questions_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_quickstart_reads_the_same_questions_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     data = compose.settings_of("train", ["recipe=smollm2"]).data
     documents = [(split, document) for split, _, document in read_source(data)]

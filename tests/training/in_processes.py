@@ -1,12 +1,18 @@
-"""Trains a tiny head in several processes."""
+"""Trains a tiny head in several processes: forked by tests, or started by torchrun as a module.
+
+Arguments of the module: a folder, and the rank that gets SIGTERM in the third step.
+"""
 
 import functools
 import multiprocessing
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -17,12 +23,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from specheads.base.ends import BaseEnds
 from specheads.base.model import FrozenBase
 from specheads.config.shared import BaseSettings, TrackerSettings
 from specheads.config.training import Phase, Schedule
-from specheads.core.drafter import Head
-from specheads.data.packing import BatchStream, PackedText, TokenBatch, slice_evenly
+from specheads.data.packing import PackedText, TokenBatch, slice_evenly
 from specheads.data.tokenise import TokenisedDocuments
 from specheads.heads.load import build_for_base
 from specheads.runs.directory import RunDirectory
@@ -117,29 +121,6 @@ def joined(shared_out: str) -> tuple[Accelerator, FrozenBase]:
     return accelerator, load_base(BaseSettings(model=folder, dtype="float64"), accelerator)
 
 
-def train_head(
-    folder: Path,
-    base: BaseEnds,
-    head: Head,
-    schedule: Schedule,
-    open_text: Callable[..., BatchStream],
-    accelerator: Accelerator,
-    *,
-    log_every: int = 1,
-    **choices: Any,
-) -> RunDirectory:
-    """Train a head in a run directory, without counting the FLOPs of a step."""
-    run = RunDirectory(folder)
-    tracker = Tracker(run.metrics, TrackerSettings()) if accelerator.is_main_process else None
-    with fixed_flops():
-        trainer.train(
-            *(base, head, schedule, open_text, run, tracker, accelerator),
-            log_every=log_every,
-            **choices,
-        )
-    return run
-
-
 def train(
     folder: Path,
     kind: str = "mlp_speculator",
@@ -172,9 +153,21 @@ def train(
         validation_set = replace(
             validation_set, prompts=prompts, new_tokens=16, identity="three of 16", **watched
         )
-    whole_schedule = Schedule(phases={"corpus": phase}, **schedule or {})
-    options = {"held_out": validation_set if held_out or watched else None, **(choices or {})}
-    train_head(folder, base, head, whole_schedule, lambda *_: text, accelerator, **options)
+    run = RunDirectory(folder)
+    tracker = Tracker(run.metrics, TrackerSettings())
+    with fixed_flops():
+        trainer.train(
+            base,
+            head,
+            Schedule(phases={"corpus": phase}, **schedule or {}),
+            lambda *_: text,
+            run,
+            tracker if accelerator.is_main_process else None,
+            accelerator,
+            log_every=1,
+            held_out=validation_set if held_out or watched else None,
+            **choices or {},
+        )
     torch.save(head.state_dict(), folder / f"head-{accelerator.process_index}.pt")
 
 
@@ -228,3 +221,13 @@ def at_step(number: int, act: Callable[[], object]) -> None:
         return step(self, batch, phase, current_step)
 
     runner_class.step = acting
+
+
+def main(folder: Path, stopped_rank: str) -> None:
+    if stopped_rank == os.environ.get("RANK", "0"):
+        at_step(2, partial(os.kill, os.getpid(), signal.SIGTERM))
+    train(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 
 from specheads.commands._call import call
 from specheads.config import compose, data_dir
-from specheads.training.cost import GPUS, SHARE, CostModel, Gpu
+from specheads.training import cost
+from specheads.training.cost import GPUS, SHARE, CostModel, Gpu, cost_lines
 
 ROOT = Path(__file__).parents[2]
 PHASE = "schedule.phases.distilled"
@@ -64,6 +65,12 @@ def test_more_gpus_than_texts_generate_no_faster(settings):
     assert four / 2 < eight <= four
 
 
+def test_each_gpu_has_a_line(settings, monkeypatch):
+    monkeypatch.setattr(cost, "GPUS", GPUS[:2])
+    lines = cost_lines(settings, 2)
+    assert [line.partition(":")[0] for line in lines] == [f"2 x {gpu.name}" for gpu in GPUS[:2]]
+
+
 SERVED = re.compile(
     r"# 1 x (\w+): features=vllm from (\d+) x (\d) GPUs, text 0.0 h, training ([\d.]+) h, "
     r"([\d,]+) tokens/s, peak (\d+) GB, ([\d.]+) GB/s, ([\d.]+) GB in the (\w+)"
@@ -71,10 +78,7 @@ SERVED = re.compile(
 
 
 @pytest.mark.parametrize("transport", ["mooncake", pytest.param("folder", marks=pytest.mark.slow)])
-def test_dry_run_names_the_servers_of_a_base_of_70_billion(
-    transport, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr("specheads.training.cost.GPUS", (GPUS[0], GPUS[-1]))
+def test_dry_run_names_the_servers_of_a_base_of_70_billion(transport, tmp_path, capsys):
     LlamaConfig(
         hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
         num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072,
@@ -88,8 +92,7 @@ def test_dry_run_names_the_servers_of_a_base_of_70_billion(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# 1 x")]
     # a part of an L4's memory has neither an eighth of the weights nor the head
     assert lines[0] == "# 1 x L4: a server does not fit"
-    # each GPU has a line
-    assert len(lines) == 2
+    assert len(lines) == len(GPUS)
     found = SERVED.fullmatch(lines[-1])
     assert found, lines
     gpu, *numbers, place = found.groups()

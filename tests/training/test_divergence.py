@@ -111,7 +111,6 @@ def checkpoints_are_finite(run: RunDirectory) -> bool:
 
 
 LOWER = r"lower learning_rate: run .* with schedule.phases.corpus.learning_rate=0.001"
-JOINT = {"phases": {"corpus": phase(steps=9, joint=JointSettings(rank=2, learning_rate=5e-3))}}
 CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "loss": (lambda: spoiled(spoil_loss), {}, rf"loss and gradient must be .* step 4 .*; {LOWER}"),
     "gradients": (lambda: spoiled(spoil_gradients), {}, rf"step 4 has one that is not; {LOWER}"),
@@ -121,11 +120,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
         lambda: spoiled(spoil_loss),
         {"muon_learning_rate": 0.02},
         rf"{LOWER} schedule.muon_learning_rate=0.002",
-    ),
-    "joint": (
-        lambda: spoiled(spoil_loss),
-        JOINT,
-        rf"{LOWER} schedule.phases.corpus.joint.learning_rate=0.0005",
     ),
 }
 
@@ -138,15 +132,12 @@ def test_diverged_run_keeps_only_finite_checkpoints(
     case: str, log_every: int, checkpoint_every: int, tmp_path: Path
 ):
     fault, settings, line = CASES[case]
-    options: dict[str, Any] = {"phases": {"corpus": phase(steps=9)}} | settings
-    schedule = Schedule(**options)
+    schedule = Schedule(phases={"corpus": phase(steps=9)}, **settings)
     prompts = ValidationSet(None, every=5, prompts=tiny.prompts(), new_tokens=4)
     with fault(), pytest.raises(DivergedError, match=line):
         run_training(
             tmp_path,
             schedule,
-            base=fresh_base(dtype=torch.float32),
-            kind="medusa",
             log_every=log_every,
             checkpoint_every=checkpoint_every,
             held_out=prompts,
@@ -157,6 +148,18 @@ def test_diverged_run_keeps_only_finite_checkpoints(
     assert checkpoints_are_finite(run)
     assert not run.phases.exists()
     assert not run.best.exists()
+
+
+def test_joint_phase_names_both_learning_rates(tmp_path: Path):
+    joint = phase(joint=JointSettings(rank=2, learning_rate=5e-3))
+    line = f"{LOWER} schedule.phases.corpus.joint.learning_rate=0.0005"
+    with spoiled(spoil_loss), pytest.raises(DivergedError, match=line):
+        run_training(
+            tmp_path,
+            Schedule(phases={"corpus": joint}),
+            base=fresh_base(dtype=torch.float32),
+            kind="medusa",
+        )
 
 
 def test_validation_that_is_not_finite_stops_before_the_best_head(tmp_path: Path):

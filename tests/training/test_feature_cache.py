@@ -1,6 +1,5 @@
 """Feature cache: the same training bit for bit without the base; damaged files are recomputed."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,23 +56,17 @@ def test_cached_training_is_bitwise_equal_without_base_forwards(kind, tmp_path, 
     assert_same_run(plain, second)
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Head]:
-    """Return a training that filled the cache next to it."""
-    folder = tmp_path_factory.mktemp("first")
-    return folder / "run", trained(folder / "run", cached(folder / "features")[0])
-
-
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
-def test_damaged_cache_file_is_recomputed(damage: str, first: tuple[Path, Head], tmp_path: Path):
-    shutil.copytree(first[0].parent / "features", tmp_path / "features")
+def test_damaged_cache_file_is_recomputed(damage: str, tmp_path: Path):
     cache, lines = cached(tmp_path / "features")
+    first = tmp_path / "first", trained(tmp_path / "first", cache)
     file = sorted(cache.folder.iterdir())[2]
     content = file.read_bytes()
     flipped = bytearray(content)
     flipped[len(content) // 2] ^= 1
     file.write_bytes({"cut": content[:-9], "flipped": bytes(flipped), "empty": b""}[damage])
-    assert_same_run(first, (tmp_path / "run", trained(tmp_path / "run", cache)))
+    second = tmp_path / "second", trained(tmp_path / "second", cache)
+    assert_same_run(first, second)
     assert lines == [f"{file} is damaged and will be recomputed"]
     assert file.read_bytes() == content
 

@@ -266,6 +266,12 @@ def test_server_that_is_started_again_is_used_again(
     assert_plain(plain, head, server)
 
 
+def leave(server: StatesServer, handler: Any) -> None:
+    """Stop a server; until it has stopped it answers nothing, on a busy machine too."""
+    handler.close_connection = True
+    Timer(0, server.stop).start()
+
+
 def test_requests_are_spread_and_go_to_the_server_that_is_left(
     server: Any, bases: Any, plain: Any, tmp_path: Path
 ):
@@ -273,9 +279,10 @@ def test_requests_are_spread_and_go_to_the_server_that_is_left(
     answer, urls = leaving.answer, [server.url, leaving.url]
 
     def answer_and_leave(handler: Any, body: Any) -> None:
-        if len(leaving.requests) >= 5:
-            Timer(0, leaving.stop).start()
-        answer(handler, body)
+        if len(leaving.requests) > 5:
+            leave(leaving, handler)
+        else:
+            answer(handler, body)
 
     with closing(source(server, bases[1], announce=[].append, url=urls)) as features:
         leaving.answer = answer_and_leave
@@ -299,8 +306,9 @@ def test_server_that_joins_later_replaces_the_one_that_leaves(
             joined.append(True)
             joining.start()
         if len(joining.requests) >= 3:
-            Timer(0, server.stop).start()
-        answer(handler, body)
+            leave(server, handler)
+        else:
+            answer(handler, body)
 
     with closing(source(server, bases[1], announce=lines.append, url=urls)) as features:
         assert len(lines) == 1
@@ -309,8 +317,7 @@ def test_server_that_joins_later_replaces_the_one_that_leaves(
         head = trained(tmp_path / "run", bases[1], features)
     assert f"{joining.url} answers" in lines
     assert len(joining.requests) > 10
-    # a busy machine stops it late
-    assert len(server.requests) > 5
+    assert 5 < len(server.requests) < 36
     joining.stop()
     assert_plain(plain, head, server)
 

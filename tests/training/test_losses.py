@@ -124,6 +124,15 @@ def test_value_and_gradients_equal_the_dense_loss(name, chunk_rows, is_shared, m
         _assert_same(fused.total, dense, leaves)
 
 
+def test_labels_shifted_by_one_are_caught():
+    problem, _, leaves = problem_of()
+    labels = problem[2].labels.roll(1)
+    shifted = Targets(labels, problem[2].base_hidden, problem[2].project)
+    fused = fused_loss("cross_entropy", *problem[:2], shifted)
+    with pytest.raises(AssertionError, match="not close"):
+        _assert_same(fused.total, dense_loss("cross_entropy", problem), leaves)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("label", [-1, ABSENT])
 @pytest.mark.parametrize("num_rows", [0, 5])

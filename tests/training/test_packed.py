@@ -18,7 +18,8 @@ from specheads.training.depth_loss import DepthLoss
 from specheads.training.joint import JointTraining
 from specheads.training.objective import Objective, draft_labels, draw_labels
 from tests import recurrent, tiny
-from tests.packed import alone, chains_of, packed, texts
+from tests.packed import alone, chains_of, packed, pieces, texts
+from tests.slow import each_kind
 
 DEPTH = 2
 
@@ -28,6 +29,39 @@ def head_of(kind: str) -> Head:
     for parameter in head.parameters():
         parameter.data.copy_(torch.randn_like(parameter) * 0.3)
     return head
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_packed_states_equal_those_of_each_document_alone(kind: str):
+    head, documents = head_of(kind), texts()
+    batch, single = packed(documents), alone(documents)
+    features, single_features = (
+        tiny.base().read(rows.tokens, head.aux_layers, rows.document_ids)
+        for rows in (batch, single)
+    )
+    # the head's own mask matters, not only the base's
+    unseen = replace(features, document_ids=None, documents=None)
+    with torch.no_grad():
+        packed_states, blind = (
+            list(head.states(base_features, batch.tokens)) for base_features in (features, unseen)
+        )
+        single_states = list(head.states(single_features, single.tokens))
+    apart = 0.0
+    for level, (states, expected) in enumerate(zip(packed_states, single_states, strict=True)):
+        cut = [pieces(value, batch) for value in (states, blind[level])]
+        for document_states, unmasked, text, expected_states in zip(
+            *cut, documents, expected, strict=True
+        ):
+            # later states read tokens after the document
+            num_states = len(text) - 1 - level
+            torch.testing.assert_close(
+                document_states[:num_states], expected_states[:num_states], rtol=1e-10, atol=1e-10
+            )
+            apart = max(
+                apart, (unmasked[:num_states] - expected_states[:num_states]).abs().max().item()
+            )
+    # a head whose states depend on other positions stores them when it drafts
+    assert (apart > 1e-3) == (head.memory(1, 8) is not None)
 
 
 def phase(**changes: object) -> Phase:
@@ -56,19 +90,15 @@ def same(loss: DepthLoss, expected: DepthLoss, within: float = 1e-6) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "loss"),
-    [
-        *((kind, Phase().loss) for kind in kinds()),
-        *(("eagle3", loss) for loss in LOSSES if loss != Phase().loss),
-    ],
-)
-def test_packed_loss_and_gradients_equal_separate_ones(kind: str, loss: str):
-    head, documents, settings = head_of(kind), texts(), phase(loss=loss)
-    packed_loss, slopes = loss_of(head, packed(documents), settings)
+@pytest.mark.parametrize("kind", each_kind())
+def test_packed_loss_equals_separate_loss_for_every_kind(kind: str):
+    head, documents = head_of(kind), texts()
+    settings = phase()
+    loss, slopes = loss_of(head, packed(documents), settings)
     expected, expected_slopes = loss_of(head, alone(documents), settings)
-    assert same(packed_loss, expected)
-    torch.testing.assert_close(slopes, expected_slopes, rtol=1e-5, atol=1e-5)
+    assert same(loss, expected)
+    for slope, expected_slope in zip(slopes, expected_slopes, strict=True):
+        torch.testing.assert_close(slope, expected_slope, rtol=1e-6, atol=1e-8)
     # the same rows without document ids have another loss
     batch = packed(documents)
     blind, _ = loss_of(head, TokenBatch(batch.tokens, batch.loss_mask), settings)
@@ -78,6 +108,16 @@ def test_packed_loss_and_gradients_equal_separate_ones(kind: str, loss: str):
 def test_joint_training_of_a_base_with_states_is_refused():
     with pytest.raises(InputError, match=r"joint training needs .*'lfm2' keep states"):
         JointTraining(recurrent.base("lfm2"), JointSettings())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_packed_loss_equals_separate_loss_for_every_loss(loss: str):
+    head, documents = head_of("eagle3"), texts()
+    settings = phase(loss=loss)
+    packed_loss, separate_loss = (
+        loss_of(head, batch, settings)[0] for batch in (packed(documents), alone(documents))
+    )
+    assert same(packed_loss, separate_loss)
 
 
 @pytest.mark.parametrize("target", ["text", "base"])
@@ -134,6 +174,32 @@ def test_anchors_per_row_do_not_depend_on_parts():
     assert torch.equal(draw_labels(batch, head, settings), draw_labels(batch, head, settings))
 
 
+@pytest.mark.parametrize("draft_tokens", [0, 40])
+def test_loss_covers_drawn_drafts_with_weights(draft_tokens: int):
+    base, batch = tiny.base(), batch_of()
+    head = anchored("dflash", draft_tokens=draft_tokens)
+    settings = phase(loss="cross_entropy", decay=0.7788)
+    features = base.read(batch.tokens, head.aux_layers)
+    loss_mask = draw_labels(batch, head, settings, seed=5)
+    labels = draft_labels(head, batch, loss_mask)
+    loss = Objective(head)(features, batch, labels, base.logits_of, settings)
+    # a draft needs a position two before its first label
+    rows, first = (loss_mask & (torch.arange(TIME) > 1)).nonzero(as_tuple=True)
+    assert len(rows) > 8
+    labels = chains_of(batch, rows, first, CHAIN)
+    labels = head.to_drafted(labels).where(labels >= 0, -1)
+    assert (labels[:, 2] < 0).any()
+    losses = []
+    for level, logits in enumerate(offline_logits(head, features, batch.tokens)):
+        has_label = labels[:, level] >= 0
+        losses.append(
+            F.cross_entropy(logits[rows[has_label], first[has_label] - 2], labels[has_label, level])
+        )
+    torch.testing.assert_close(loss.by_depth, torch.stack(losses).detach())
+    expected = sum(0.7788**level * depth_loss for level, depth_loss in enumerate(losses))
+    torch.testing.assert_close(loss.total, expected)
+
+
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 @pytest.mark.parametrize("labels", [range(10, 20), range(2, 24), range(10, 12)], ids=str)
 def test_each_depth_learns_the_answer_to_its_last_token(kind: str, labels: range):
@@ -152,6 +218,28 @@ def test_each_depth_learns_the_answer_to_its_last_token(kind: str, labels: range
         agreed = (draft.argmax(-1) == text).sum() / max(1, len(first))
         torch.testing.assert_close(loss.agreement[level], agreed.double())
     assert loss.by_depth[: len(labels)].all()
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "domino", "dspark"])
+def test_loss_of_a_document_does_not_depend_on_the_next_one(kind: str):
+    base, batch = tiny.base(), batch_of(rows=1)
+    head = anchored(kind)
+    ids = (torch.arange(TIME)[None] > 13).long()
+    label_mask = (torch.arange(TIME)[None] > 9) & (ids == 0)
+    results = []
+    for added in (0, 1):
+        tokens = (batch.tokens + added * ids) % tiny.VOCAB
+        row = TokenBatch(tokens, torch.ones_like(batch.loss_mask), ids)
+        features = base.read(tokens, head.aux_layers, ids)
+        settings = phase(loss="lk")
+        labels = draft_labels(head, row, label_mask)
+        loss = Objective(head)(features, row, labels, base.logits_of, settings)
+        learned = [value for value in head.parameters() if value.requires_grad]
+        slopes = torch.autograd.grad(loss.total, learned, allow_unused=True)
+        results.append((*loss, *(value for value in slopes if value is not None)))
+    # all depths learn the last token of the first document
+    assert results[0][1].all()
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 def test_each_depth_learns_the_distribution_that_the_base_has_of_the_label():

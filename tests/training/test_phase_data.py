@@ -16,6 +16,7 @@ from specheads.config import compose, data_dir
 from specheads.config.data import DataSettings, MixtureSource
 from specheads.config.training import DistillSettings, Phase
 from specheads.core.errors import InputError
+from specheads.data.packing import PackedText
 from specheads.data.tokenise import TokenisedDocuments
 from specheads.training.distill.shards import read_text
 from specheads.training.phase_data import PhaseData
@@ -97,6 +98,30 @@ def test_dropped_texts_are_counted_in_the_log(base: FrozenBase, data: DataSettin
     number = len(read_text(tmp_path, 16))
     assert 0 < number < 16
     assert f"{16 - number} of 16 texts were dropped (loop: {16 - number}), see " in log.getvalue()
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit", "stream"])
+@pytest.mark.parametrize(
+    ("num_question_tokens", "answers"), [((64,), 1), ((65, 90), 1), ((200,), 3), ((64, 300), 2)]
+)
+def test_answers_behind_the_first_row_are_refused_until_rows_are_longer(
+    num_question_tokens: tuple[int, ...], answers: int, packing: str
+):
+    """Each text is a question, and answers with questions between them."""
+    texts = [[0] * count + ([1] * 8 + [0] * 8) * answers for count in num_question_tokens * 8]
+    columns = {"tokens": texts, "loss_mask": texts}
+    table = pa.table(
+        {
+            "tokens": pa.array(columns["tokens"], pa.list_(pa.int32())),
+            "loss_mask": pa.array(columns["loss_mask"], pa.list_(pa.uint8())),
+        }
+    )
+    documents, rows = TokenisedDocuments(table), {"batch_size": 1, "packing": packing}
+    line = f"none of {len(texts)} documents has one in its first 64 tokens"
+    with pytest.raises(InputError, match=f"{line}, .*; raise sequence_length"):
+        PackedText(documents, sequence_length=64, **rows)
+    assert PackedText(documents, sequence_length=400, **rows).rows_per_epoch
+    assert PackedText(documents, sequence_length=65 + min(num_question_tokens), **rows)
 
 
 CHAT = MixtureSource(source="chat", path="x")

@@ -5,14 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from specheads.runs.directory import RunDirectory
 from tests.servers import free_port
-from tests.training.in_processes import at_step, forked, train
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -20,6 +18,7 @@ ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(REPOSITORY),
 }
+IN_PROCESSES = "tests.training.in_processes"
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 ACCELERATE = (
     "accelerate.commands.launch", "--quiet", "--multi_gpu", "--num_processes", "2",
@@ -30,39 +29,43 @@ ACCELERATE = (
 pytestmark = pytest.mark.slow
 
 
-def stop_one(folder: Path, rank: str) -> None:
-    if os.environ["RANK"] == rank:
-        at_step(2, partial(os.kill, os.getpid(), signal.SIGTERM))
-    with pytest.raises(KeyboardInterrupt):
-        train(folder)
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_signal_to_one_process_stops_all_at_one_checkpoint(rank: str, tmp_path: Path):
-    assert forked(2, stop_one, tmp_path, rank) == [0, 0]
-    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
-
-
-def start(*arguments: str, **environment: str) -> "subprocess.Popen[str]":
-    """Start Python in the checkout without GPUs."""
-    return subprocess.Popen(
-        [sys.executable, *arguments],
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a module in the checkout without GPUs."""
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
         cwd=REPOSITORY,
-        env=ENVIRONMENT | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        env=ENVIRONMENT,
+        capture_output=True,
         text=True,
+        timeout=500,
     )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_signal_to_one_process_stops_all_at_one_checkpoint(rank: int, tmp_path: Path):
+    process = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), str(rank))
+    assert process.returncode == 1
+    assert "KeyboardInterrupt" in process.stderr
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
 
 
 class Pair:
     """Two processes of one run without a launcher."""
 
-    def __init__(self, count: int, *arguments: str) -> None:
-        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        master |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
+    def __init__(self, count: int, *arguments: str, **environment: str) -> None:
+        port = str(free_port())
         self.processes = [
-            start(*arguments, **master, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=REPOSITORY,
+                env=ENVIRONMENT
+                | environment
+                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+                | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
             for rank in range(count)
         ]
 
@@ -134,9 +137,17 @@ LONG = "schedule.phases.corpus.steps=100000"
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
 def test_signal_to_a_launcher_leaves_a_checkpoint_to_resume(launcher, number, tmp_path):
-    run, before = tmp_path / "run", 0
+    run, words = tmp_path / "run", [sys.executable, "-m", *launcher, "train.py", *LONG_TEXT]
+    before = 0
     for _ in range(2):
-        process = start("-m", *launcher, "train.py", *LONG_TEXT, LONG, f"run_dir={run}")
+        process = subprocess.Popen(
+            [*words, LONG, f"run_dir={run}"],
+            cwd=REPOSITORY,
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         metrics = run / "metrics.jsonl"
         size = metrics.stat().st_size if metrics.is_file() else 0
         while not (metrics.is_file() and metrics.stat().st_size > size):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from specheads.config import compose
 from specheads.config.training import JointSettings
 from specheads.heads.load import kinds
 from tests.slow import SOME_KINDS, slow_except
@@ -57,6 +58,26 @@ def same_losses(
 @pytest.mark.parametrize("of", slow_except([[*SOME_KINDS]], [[*SOME_KINDS], kinds()]), ids=len)
 def test_two_processes_have_the_losses_of_one(of: list[str], tmp_path: Path):
     same_losses(tmp_path, (1, 1), (2, 2), of=of, steps=3)
+
+
+@pytest.mark.slow
+def test_chat_8b_has_the_same_losses_in_one_four_and_eight_processes(tmp_path: Path):
+    words = ["recipe=chat_8b", "data.path=conversations.jsonl"]
+    settings = compose.settings_of("train", words)
+    phase = settings.schedule.phases["distilled"]
+    names = ("decay", "learning_rate", "final_share", "loss", "scored_share")
+    same_losses(
+        tmp_path,
+        *((1, 1), (4, 2), (8, 1)),
+        of=[settings.head["kind"]],
+        steps=3,
+        # the tiny text has rows for half of the recipe's batch
+        batch_size=phase.batch_size // 2,
+        depth=settings.head["depth"],
+        drafted=24,
+        schedule={"muon_learning_rate": settings.schedule.muon_learning_rate},
+        **{name: getattr(phase, name) for name in names},
+    )
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from specheads.base.ends import BaseEnds
 from specheads.config.compose import settings_of
+from specheads.config.shared import TrackerSettings
 from specheads.config.training import DistillSettings, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -27,7 +28,8 @@ from specheads.data.packing import BatchStream, TokenBatch
 from specheads.heads.load import build_for_base, build_head
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
-from specheads.runs.trackers import read_metrics
+from specheads.runs.trackers import Tracker, read_metrics
+from specheads.training import trainer
 from specheads.training.objective import Objective, draft_labels
 from specheads.training.processes import accelerator_of_environment
 from specheads.training.schedule import Muon, ScheduledPhase, optimizers, refuse_misfit
@@ -35,7 +37,7 @@ from specheads.training.step import StepRunner
 from specheads.training.trainer import prefetched
 from tests import tiny
 from tests.slow import each_kind
-from tests.training.in_processes import StopError, train_head
+from tests.training.in_processes import StopError, fixed_flops
 
 
 def last_step(run: RunDirectory) -> int:
@@ -83,9 +85,19 @@ def run_training(
     base = base or tiny.base("llama", dtype=torch.float32)
     torch.manual_seed(0)
     head = build_for_base({"kind": kind, "depth": 2}, base).to(dtype)
-    stream, accelerator = text or Counting(base.vocab_size), accelerator or Accelerator(cpu=True)
-    opening = open_text or (lambda *_: stream)
-    train_head(folder, base, head, schedule, opening, accelerator, log_every=log_every, **choices)
+    run, stream = RunDirectory(folder), text or Counting(base.vocab_size)
+    with fixed_flops():
+        trainer.train(
+            base,
+            head,
+            schedule,
+            open_text or (lambda *_: stream),
+            run,
+            Tracker(run.metrics, TrackerSettings()),
+            accelerator or Accelerator(cpu=True),
+            log_every=log_every,
+            **choices,
+        )
     return head
 
 

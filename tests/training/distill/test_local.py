@@ -12,9 +12,12 @@ from accelerate import Accelerator
 
 from specheads.config.training import DistillSettings
 from specheads.core.errors import InputError
+from specheads.decoding.generate import generate
+from specheads.decoding.sampling import Sampling
 from specheads.heads.load import build_for_base
 from specheads.runs.progress import progress_display
 from specheads.training.distill import engines, run
+from specheads.training.distill.engines import GeneratedAnswer, GenerationRequest
 from specheads.training.distill.run import build_engine, write_folder, write_texts
 from specheads.training.processes import on_all_processes
 from tests import tiny
@@ -44,7 +47,7 @@ class SingleTurnPrompts(FakeChats):
 
 
 def write(folder: Path, batch_size: int = 4, head=None, max_length: int = 0, **changes) -> None:
-    settings = replace(SETTINGS, num_samples=6, new_tokens=8, **changes)
+    settings = replace(SETTINGS, num_samples=8, **changes)
     text_job = job(folder, settings=settings, prompts=UnevenPrompts())
     engine = build_engine(replace(settings, batch_size=batch_size), tiny.base(), head, max_length)
     for _ in write_texts(text_job, lambda _: engine):
@@ -62,6 +65,18 @@ def test_text_does_not_depend_on_batch_head_and_memory(temperature, tmp_path, mo
     write(tmp_path / "pooled", 3, head, temperature=temperature)
     for name in ("many", "rows", "drafted", "pooled"):
         assert shards(tmp_path / name) == shards(tmp_path / "one"), name
+
+
+def test_answer_equals_generate_with_the_same_seed():
+    request = GenerationRequest(5, [3, 4, 5], 12, Sampling(temperature=0.9, seed=7))
+    waiting = [request]
+    engine = build_engine(SETTINGS, tiny.base())
+    *_, answer = engine(lambda: waiting.pop() if waiting else None)
+    assert isinstance(answer, GeneratedAnswer)
+    generated = generate(
+        tiny.base(), None, [request.tokens], max_new_tokens=12, sampling=[request.sampling]
+    )
+    assert answer.tokens == generated.tokens[0]
 
 
 def test_progress_counts_tokens_of_answers_in_flight(tmp_path, monkeypatch):
@@ -137,4 +152,4 @@ def refused_in_one() -> None:
 
 
 def test_error_on_one_process_is_raised_on_all():
-    assert forked(2, refused_in_one) == [0, 0]
+    assert forked(3, refused_in_one) == [0, 0, 0]

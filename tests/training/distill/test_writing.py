@@ -50,35 +50,28 @@ def test_shards_do_not_depend_on_the_order_of_answers(tmp_path: Path):
     assert all(shards(tmp_path / str(seed)) == shards(tmp_path / "0") for seed in range(5))
 
 
-@pytest.fixture(scope="module")
-def complete(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Return the shards of ten texts that one process wrote without a stop."""
-    folder = tmp_path_factory.mktemp("complete")
-    write(folder)
-    return shards(folder)
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 7])
-def test_text_does_not_depend_on_processes(world_size: int, complete, tmp_path: Path):
+def test_text_does_not_depend_on_processes(world_size: int, tmp_path: Path):
+    write(tmp_path / "alone")
     for rank in range(world_size):
-        write(tmp_path, FakeEngine(rank), rank=rank, world_size=world_size)
-    assert shards(tmp_path) == complete
+        write(tmp_path / "shared", FakeEngine(rank), rank=rank, world_size=world_size)
+    assert shards(tmp_path / "shared") == shards(tmp_path / "alone")
 
 
 @pytest.mark.parametrize("answers", range(NUM_ANSWERS))
-def test_stop_loses_only_incomplete_blocks(answers: int, complete, tmp_path: Path):
+def test_stop_loses_only_incomplete_blocks(answers: int, tmp_path: Path):
+    write(tmp_path / "complete")
+    folder = tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path, FakeEngine(1, stop_after=answers))
-    before = shards(tmp_path)
-    with pytest.raises(InputError, match=f"has {len(rows(tmp_path))} of 10 texts"):
-        read_text(tmp_path, 10)
+        write(folder, FakeEngine(1, stop_after=answers))
+    before = shards(folder)
     engine = FakeEngine(2)
-    write(tmp_path, engine)
-    written = {f"shard-{request.number // 4:05d}.parquet" for request in engine.requests}
-    assert written.isdisjoint(before)
-    assert len(written) == 3 - len(before)
-    assert shards(tmp_path) == complete
-    assert not list(tmp_path.glob(".*"))
+    write(folder, engine)
+    complete = {f"shard-{request.number // 4:05d}.parquet" for request in engine.requests}
+    assert complete.isdisjoint(before)
+    assert len(complete) == 3 - len(before)
+    assert shards(folder) == shards(tmp_path / "complete")
+    assert not list(folder.glob(".*"))
 
 
 @pytest.mark.parametrize("answers", [0, 3, 99])
@@ -186,6 +179,13 @@ def test_speed_settings_do_not_change_the_claim(tmp_path: Path):
     write(tmp_path)
     settings = replace(SETTINGS, batch_size=1, engine="vllm", folder="there", use_head=True)
     assert write(tmp_path, settings=settings) == []
+
+
+def test_incomplete_text_is_refused(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, FakeEngine(stop_after=12))
+    with pytest.raises(InputError, match="has 4 of 10 texts"):
+        read_text(tmp_path, 10)
 
 
 def test_conversation_ends_at_the_context_limit(tmp_path: Path):

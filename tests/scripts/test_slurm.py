@@ -1,4 +1,4 @@
-"""The Slurm scripts and the task of SkyPilot: what runs on which node, and when a job restarts."""
+"""The Slurm scripts: what they start on which node, and when they queue a job again."""
 
 import os
 import signal
@@ -7,9 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 
 STAND_INS = {
     "srun": 'export SLURM_NODEID=1; while [[ $1 == --* ]]; do shift; done; exec "$@"',
@@ -25,23 +24,19 @@ STAND_INS = {
 }
 
 
-def on_path(folder: Path, programs: dict[str, str]) -> dict[str, str]:
-    """Write replacements of programs, and return the environment that finds them."""
-    for name, body in programs.items():
-        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
-        (folder / name).chmod(0o755)
-    return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
-
-
 def job(
     folder: Path, script: str = "two_nodes", *options: str, **environment: str
 ) -> "subprocess.Popen[str]":
     """Start a script as Slurm would, with replacements of the programs it calls."""
+    for name, body in STAND_INS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
     variables = {"SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_ID": "7"}
+    path = f"{folder}:{os.environ['PATH']}"
     return subprocess.Popen(
-        ["bash", str(SCRIPTS / "slurm" / f"{script}.sbatch"), *options, "recipe=smoke", "name=a b"],
+        ["bash", str(SCRIPTS / f"{script}.sbatch"), *options, "recipe=smoke", "name=a b"],
         cwd=folder,
-        env=on_path(folder, STAND_INS) | variables | environment,
+        env=os.environ | variables | {"PATH": path} | environment,
         text=True,
     )
 
@@ -121,54 +116,6 @@ def test_numbers_that_are_not_those_of_the_job_are_refused(
 
 @pytest.mark.parametrize("status", [0, 2])
 @pytest.mark.parametrize("script", LAUNCHED)
-def test_a_job_that_ended_by_itself_is_not_queued_again(status: int, script: str, tmp_path: Path):
+def test_a_job_that_ended_by_itself_is_not(status: int, script: str, tmp_path: Path):
     assert job(tmp_path, script, END=str(status)).wait() == status
     assert "requeue" not in (tmp_path / "told").read_text()
-
-
-TASK = yaml.safe_load((SCRIPTS / "skypilot" / "features.yaml").read_text())
-ON_SKYPILOT = {
-    "specheads": 'echo "$@" > served; exec /bin/sleep 60',
-    "accelerate": 'echo "$@" > launched',
-    # the port of the trainer is open twice, and then closed
-    "curl": """
-        [[ ${!#} == */health ]] && exit 0
-        echo >> asked
-        (( $(wc -l < asked) < 3 ))
-    """,
-    "python": "exec /bin/sleep 60",
-    "sleep": "exec /bin/sleep 0.01",
-}
-NODES = ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]
-STORE = "features.transport=mooncake features.master=10.0.0.1:50051 features.protocol=tcp"
-
-
-def run_task(folder: Path, rank: int) -> None:
-    """Run the task on one of four nodes, of which two serve."""
-    variables = {
-        "SKYPILOT_NODE_IPS": "\n".join(NODES), "SKYPILOT_NODE_RANK": str(rank),
-        "SKYPILOT_NUM_NODES": "4", "SKYPILOT_NUM_GPUS_PER_NODE": "8",
-    }  # fmt: skip
-    environment = on_path(folder, ON_SKYPILOT) | variables
-    environment |= {key: str(value) for key, value in TASK["envs"].items()}
-    subprocess.run(["bash", "-c", TASK["run"]], cwd=folder, env=environment, check=True)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_first_nodes_serve_until_the_training_ends(rank: int, tmp_path: Path):
-    run_task(tmp_path, rank)
-    assert (tmp_path / "served").read_text().strip() == (
-        f"serve-features {TASK['envs']['ARGUMENTS']} {STORE} url=http://{NODES[rank]}:8000/v1 "
-        "tensor_parallel=8 run=true"
-    )
-
-
-@pytest.mark.parametrize("rank", [2, 3])
-def test_other_nodes_train_together(rank: int, tmp_path: Path):
-    run_task(tmp_path, rank)
-    assert (tmp_path / "launched").read_text().strip() == (
-        "launch --config_file configs/accelerate/ddp_8gpu.yaml --num_machines 2 "
-        f"--num_processes 16 --machine_rank {rank - 2} --main_process_ip 10.0.0.3 "
-        f"--main_process_port 29500 train.py {TASK['envs']['ARGUMENTS']} features=vllm "
-        f"features.url=[http://10.0.0.1:8000/v1,http://10.0.0.2:8000/v1] {STORE}"
-    )
